@@ -317,13 +317,20 @@ def _bind_sequences(call: Call, cu_seqlens: Any) -> None:
             f"{call.op}: cu_seqlens needs batch 1, the sequences packed in one row; x has batch={sizes['batch']}"
         )
     sizes["nseq"] = sizes["boundaries"] - 1
-    if cu_seqlens.device.type == "cpu":
+    if _readable(cu_seqlens):
         offsets = cast(list[int], cu_seqlens.tolist())
         rising = all(start <= stop for start, stop in itertools.pairwise(offsets))
         if offsets[0] != 0 or offsets[-1] != sizes["seqlen"] or not rising:
             raise ValueError(
                 f"{call.op}: cu_seqlens must rise from 0 to seqlen={sizes['seqlen']}, got {_shortened(offsets)}"
             )
+
+
+def _readable(indices: Any) -> bool:
+    """Whether there are values and reading them costs nothing: not those of a fake tensor, nor while tracing."""
+    if indices.device.type != "cpu" or type(indices) is not Tensor:
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0  # pyright: ignore[reportPrivateUsage]
 
 
 def _shortened(numbers: list[int]) -> str:
@@ -351,6 +358,8 @@ def state_update_problem(
     call.bind("x", x, "batch nheads headdim")
     rows = "batch" if state_batch_indices is None else "nslots"
     call.bind("state", state, f"{rows} nheads headdim dstate")
+    if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
+        raise ValueError(f"{call.op}: state has a dimension of stride 0, but is updated in place: pass a copy")
     call.bind("dt", dt, "batch nheads headdim")
     call.bind("A", A, "nheads headdim dstate")
     call.bind("B", B, "batch ngroups dstate")
@@ -362,7 +371,7 @@ def state_update_problem(
     call.bind("dt_bias", dt_bias, "nheads headdim", optional=True)
     _flag(call.op, "dt_softplus", dt_softplus)
     call.bind("state_batch_indices", state_batch_indices, "batch", dtypes=(torch.int32, torch.int64), optional=True)
-    if state_batch_indices is not None and state_batch_indices.device.type == "cpu":
+    if state_batch_indices is not None and _readable(state_batch_indices):
         used = cast(list[int], state_batch_indices[state_batch_indices >= 0].tolist())
         if used and max(used) >= call.sizes["nslots"]:
             raise ValueError(

@@ -12,6 +12,7 @@ choice looks for another backend when one can't do the call; a backend that was 
 
 import difflib
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -95,6 +96,13 @@ class Implementation:
             )
         return self.supports(problem) if self.supports is not None else None
 
+    def run(self, problem: Problem, *arguments: Any) -> Any:
+        """Calls the function with autocast off: it computes in the dtypes that it was given."""
+        if torch.is_autocast_enabled(problem.device.type):
+            with torch.autocast(problem.device.type, enabled=False):
+                return self.function(*arguments)
+        return self.function(*arguments)
+
 
 _backends: dict[str, tuple[Backend, str]] = {}
 _implementations: dict[tuple[str, str], Implementation] = {}
@@ -106,6 +114,8 @@ _lock = threading.RLock()
 
 _default: str | None = None
 _scoped: dict[int, list[str | None]] = {}  # thread id -> names of the `use_backend` blocks that it is in
+_traced: tuple[str | None, ...] = ()  # name of the innermost `use_backend` block in what dynamo is tracing
+_UNSCOPED = "(outside any use_backend)"  # what such a block's None becomes in a traced graph
 
 
 # Registration
@@ -148,10 +158,15 @@ def register(
         raise ValueError(f"there is no op {op!r}{_nearest(op, ops())}; ops: {', '.join(ops())}")
 
     def decorate(function: _Function) -> _Function:
-        place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+        code = getattr(function, "__code__", None)
+        place = repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         with _lock:
-            if (op, backend) in _implementations:
-                other = _implementations[op, backend].place
+            known = _implementations.get((op, backend))
+            built_in = _built_in(op, backend)
+            other = None if known is None else known.place
+            if built_in is not None and getattr(function, "__module__", None) != built_in.name:
+                other = built_in.origin  # it may not be imported yet
+            if other is not None:
                 raise ValueError(f"{op} on {backend!r} is registered twice: in {other} and in {place}")
             _implementations[op, backend] = Implementation(op, backend, function, supports, differentiable, place)
         return function
@@ -216,7 +231,7 @@ def _discover() -> None:
             return
         package = importlib.import_module(f"{_PACKAGE}.backends")
         for module in pkgutil.iter_modules(package.__path__):
-            if not module.name.startswith("_"):
+            if not module.ispkg and not module.name.startswith("_"):
                 importlib.import_module(f"{package.__name__}.{module.name}")
         for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
             try:
@@ -229,13 +244,18 @@ def _discover() -> None:
 def _find(op: str, backend: Backend) -> Implementation | None:
     """The implementation of an op on a backend, imported now if it is a built-in that was not needed before."""
     key = (op, backend.name)
-    if key not in _implementations and key not in _looked_for:
+    if key not in _looked_for:
         with _lock:
-            package = importlib.import_module(f"{_PACKAGE}.ops.{op}").__name__
-            if backend.module is not None and importlib.util.find_spec(f"{package}.{backend.module}") is not None:
-                importlib.import_module(f"{package}.{backend.module}")
+            built_in = _built_in(op, backend.name)
+            if built_in is not None:
+                importlib.import_module(built_in.name)
             _looked_for.add(key)
     return _implementations.get(key) or _composed(op, backend)
+
+
+def _built_in(op: str, backend: str) -> importlib.machinery.ModuleSpec | None:
+    module = _backends[backend][0].module if backend in _backends else None
+    return None if module is None else importlib.util.find_spec(f"{_PACKAGE}.ops.{op}.{module}")
 
 
 def _composed(op: str, backend: Backend) -> Implementation | None:
@@ -279,6 +299,8 @@ def set_backend(name: str | None) -> None:
     Raises ValueError for a name that is not registered.
     """
     global _default
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError("set_backend can't take effect inside a compiled function: use use_backend or backend=")
     _default = None if name is None else _known(name).name
 
 
@@ -286,8 +308,20 @@ def set_backend(name: str | None) -> None:
 def use_backend(name: str | None) -> Generator[None]:
     """Context manager: calls of this thread inside run on the named backend; None chooses as if outside any.
 
+    Inside a compiled function the name becomes part of the graph; around one it is read each time that the function
+    runs, as `set_backend` and the environment are.
+
     Raises ValueError for a name that is not registered.
     """
+    global _traced
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo can't run this around the operators of its graph: they get the name as an argument.
+        outer, _traced = _traced, (name,)
+        try:
+            yield
+        finally:
+            _traced = outer
+        return
     if name is not None:
         _known(name)
     stack = _scoped.setdefault(threading.get_ident(), [])
@@ -306,7 +340,23 @@ def current_backend() -> str | None:
         stack = _scoped.get(threading.get_ident())
         if stack and stack[-1] is not None:
             return stack[-1]
+    return _unscoped_backend()
+
+
+def _unscoped_backend() -> str | None:
     return _default or os.environ.get(ENVIRONMENT_VARIABLE) or None
+
+
+def traced_backend(backend: str | None) -> str | None:
+    """What an operator in a traced graph gets as its backend: a name, or None to choose each time that it runs.
+
+    Under torch.compile only names given inside the compiled function are part of the graph.
+    """
+    if backend is not None:
+        return backend
+    if not torch.compiler.is_dynamo_compiling():
+        return current_backend()
+    return (_traced[0] or _UNSCOPED) if _traced else None
 
 
 def select(op: str, problem: Problem, backend: str | None = None) -> Implementation:
@@ -317,7 +367,10 @@ def select(op: str, problem: Problem, backend: str | None = None) -> Implementat
         BackendUnavailableError: the named backend can't run here.
         NotImplementedError: the named backend lacks the op, or can't do this problem; or no backend can.
     """
-    name = backend if backend is not None else current_backend()
+    if backend is None:
+        name = current_backend()
+    else:
+        name = _unscoped_backend() if backend == _UNSCOPED else backend
     return _automatic(op, problem) if name is None else _named(op, problem, name)
 
 

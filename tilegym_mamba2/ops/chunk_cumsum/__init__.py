@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tilegym_mamba2 import registry
+from tilegym_mamba2 import registry, torch_operator
 from tilegym_mamba2.problem import chunk_cumsum_problem
 
 
@@ -43,7 +44,38 @@ def chunk_cumsum(
         TypeError, ValueError: an argument's type, dtype, shape, device or value; the message names it.
         BackendUnavailableError, NotImplementedError: the named backend can't run here, or can't do this call.
     """
+    if torch_operator.is_traced(dt):
+        name = registry.traced_backend(backend)
+        return _operator(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit, name)
+    return _run(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit, backend)
+
+
+def _run(
+    dt: Tensor,
+    A: Tensor,
+    chunk_size: int,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
     problem = chunk_cumsum_problem(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit)
     implementation = registry.select("chunk_cumsum", problem, backend)
-    result: Any = implementation.function(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit)
-    return result
+    return implementation.run(problem, dt, A, chunk_size, dt_bias, dt_softplus, dt_limit)
+
+
+def _fake(dt: Tensor, A: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    problem = chunk_cumsum_problem(dt, A, *rest[:-1])
+    dtype = torch.float64 if torch.float64 in (dt.dtype, A.dtype) else torch.float32
+    shape = (problem.batch, problem.nheads, problem.nchunks, problem.chunk_size)
+    return dt.new_empty(shape, dtype=dtype), dt.new_empty(shape, dtype=dtype)
+
+
+_operator = torch_operator.define(
+    "chunk_cumsum",
+    "Tensor dt, Tensor A, SymInt chunk_size, Tensor? dt_bias, bool dt_softplus, float[] dt_limit, str? backend",
+    "(Tensor, Tensor)",
+    run=_run,
+    fake=_fake,
+    problem=chunk_cumsum_problem,
+)

@@ -30,5 +30,6 @@ def chunk_cumsum(
     nchunks = -(-seqlen // chunk_size)
     d = F.pad(d.transpose(1, 2), (0, nchunks * chunk_size - seqlen))
     dt_out = d.unflatten(2, (nchunks, chunk_size)).contiguous()  # (batch, nheads, nchunks, chunk_size)
-    dA = dt_out.double() * A.double()[:, None, None]
+    # A step that is not finite poisons through dt_out; in the sum it would reach the chunk's later sequences.
+    dA = torch.where(dt_out.isfinite(), dt_out, 0).double() * A.double()[:, None, None]
     return dA.cumsum(-1).to(compute), dt_out

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilegym_mamba2 import registry
+from tilegym_mamba2 import registry, torch_operator
 from tilegym_mamba2.problem import compute_out_problem
 
 
@@ -50,7 +50,40 @@ def compute_out(
         TypeError, ValueError: an argument's type, dtype, shape or device; the message names it.
         BackendUnavailableError, NotImplementedError: the named backend can't run here, or can't do this call.
     """
+    if torch_operator.is_traced(x):
+        name = registry.traced_backend(backend)
+        return _operator(x, B, C, dt_out, dA_cumsum, states, D, z, seq_idx, name)
+    return _run(x, B, C, dt_out, dA_cumsum, states, D, z, seq_idx, backend)
+
+
+def _run(
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    dt_out: Tensor,
+    dA_cumsum: Tensor,
+    states: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    seq_idx: Tensor | None,
+    backend: str | None,
+) -> Tensor:
     problem = compute_out_problem(x, B, C, dt_out, dA_cumsum, states, D, z, seq_idx)
     implementation = registry.select("compute_out", problem, backend)
-    result: Any = implementation.function(x, B, C, dt_out, dA_cumsum, states, D, z, seq_idx)
-    return result
+    return implementation.run(problem, x, B, C, dt_out, dA_cumsum, states, D, z, seq_idx)
+
+
+def _fake(x: Tensor, *rest: Any) -> Tensor:
+    compute_out_problem(x, *rest[:-1])
+    return x.new_empty(x.shape)
+
+
+_operator = torch_operator.define(
+    "compute_out",
+    "Tensor x, Tensor B, Tensor C, Tensor dt_out, Tensor dA_cumsum, Tensor states, Tensor? D, Tensor? z, "
+    "Tensor? seq_idx, str? backend",
+    "Tensor",
+    run=_run,
+    fake=_fake,
+    problem=compute_out_problem,
+)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_mamba2 import registry
+from tilegym_mamba2 import registry, torch_operator
 from tilegym_mamba2.problem import fwd_pass_state_problem
 
 
@@ -47,7 +47,44 @@ def fwd_pass_state(
         TypeError, ValueError: an argument's type, dtype, shape or device; the message names it.
         BackendUnavailableError, NotImplementedError: the named backend can't run here, or can't do this call.
     """
+    if torch_operator.is_traced(x):
+        name = registry.traced_backend(backend)
+        return _operator(x, B, dt_out, dA_cumsum, initial_states, seq_idx, state_dtype, name)
+    return _run(x, B, dt_out, dA_cumsum, initial_states, seq_idx, state_dtype, backend)
+
+
+def _run(
+    x: Tensor,
+    B: Tensor,
+    dt_out: Tensor,
+    dA_cumsum: Tensor,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    state_dtype: torch.dtype | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
     problem = fwd_pass_state_problem(x, B, dt_out, dA_cumsum, initial_states, seq_idx, state_dtype)
     implementation = registry.select("fwd_pass_state", problem, backend)
-    result: Any = implementation.function(x, B, dt_out, dA_cumsum, initial_states, seq_idx, state_dtype)
-    return result
+    return implementation.run(problem, x, B, dt_out, dA_cumsum, initial_states, seq_idx, state_dtype)
+
+
+def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    problem = fwd_pass_state_problem(x, *rest[:-1])
+    state_dtype = rest[-2]
+    if state_dtype is None:
+        state_dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    state = (problem.nheads, problem.headdim, problem.dstate)
+    states = x.new_empty((problem.batch, problem.nchunks, *state), dtype=state_dtype)
+    final_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return states, x.new_empty((problem.batch, *state), dtype=final_dtype)
+
+
+_operator = torch_operator.define(
+    "fwd_pass_state",
+    "Tensor x, Tensor B, Tensor dt_out, Tensor dA_cumsum, Tensor? initial_states, Tensor? seq_idx, "
+    "ScalarType? state_dtype, str? backend",
+    "(Tensor, Tensor)",
+    run=_run,
+    fake=_fake,
+    problem=fwd_pass_state_problem,
+)

@@ -34,15 +34,17 @@ def fwd_pass_state(
         a = dA_cumsum[:, :, chunk, : span.stop - span.start]  # (batch, nheads, length)
         weight = (a[:, :, -1:] - a).to(compute).exp() * dt_out[:, :, chunk, : a.shape[2]].to(compute)
         xw = x[:, span].to(compute) * weight.transpose(1, 2)[..., None]  # (batch, length, nheads, headdim)
+        B_chunk = B[:, span].to(compute)  # (batch, length, ngroups, dstate)
         decayed = state * a[:, :, -1, None, None].to(compute).exp()
         if seq_idx is not None:
             changed = _changes(seq_idx, span)  # (batch, length)
             later = changed.flip(1).cumsum(1).flip(1) - changed  # boundaries after each token, in the chunk
             # Selected, not multiplied by 0: another sequence's NaN stays there.
-            xw = torch.where((later == 0)[:, :, None, None], xw, 0)
+            counts = (later == 0)[:, :, None, None]
+            xw, B_chunk = torch.where(counts, xw, 0), torch.where(counts, B_chunk, 0)
             decayed = torch.where(changed.any(1)[:, None, None, None], 0, decayed)
         heads = xw.unflatten(2, (ngroups, -1))  # (batch, length, ngroups, nheads / ngroups, headdim)
-        update = torch.einsum("blgrp,blgn->bgrpn", heads, B[:, span].to(compute))
+        update = torch.einsum("blgrp,blgn->bgrpn", heads, B_chunk)
         state = decayed + update.flatten(1, 2)
     if states:
         entry_states = torch.stack(states, 1)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilegym_mamba2 import registry
+from tilegym_mamba2 import registry, torch_operator
 from tilegym_mamba2.ops.chunk_cumsum import chunk_cumsum
 from tilegym_mamba2.ops.compute_out import compute_out
 from tilegym_mamba2.ops.fwd_pass_state import fwd_pass_state
@@ -40,6 +40,36 @@ def mamba_chunk_scan(
         varlen_states: the state at the end of each sequence of cu_seqlens, (nseq, nheads, headdim, dstate) in the
             dtype of final_states; None without cu_seqlens.
     """
+    if torch_operator.is_traced(x):
+        out, final_states, varlen_states = _operator(
+            x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
+            state_dtype, registry.traced_backend(backend),
+        )  # fmt: skip
+        return out, final_states, None if cu_seqlens is None else varlen_states
+    return _run(
+        x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
+        state_dtype, backend,
+    )  # fmt: skip
+
+
+def _run(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    state_dtype: torch.dtype | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     problem = scan_problem(
         x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
         state_dtype,
@@ -48,11 +78,40 @@ def mamba_chunk_scan(
     if initial_states is not None and cu_seqlens is not None and initial_states.shape[0] != problem.nseq:
         rest = initial_states.new_zeros(max(problem.nseq - 1, 0), *initial_states.shape[1:])
         initial_states = torch.cat([initial_states, rest])[: problem.nseq]
-    result: Any = implementation.function(
-        x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus, dt_limit,
-        state_dtype,
+    return implementation.run(
+        problem, x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
+        dt_limit, state_dtype,
     )  # fmt: skip
-    return result
+
+
+def _run_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns three tensors each time, and none that is a view of another: an operator must."""
+    out, final_states, varlen_states = _run(*arguments)
+    if varlen_states is None:
+        varlen_states = final_states.new_empty(0, *final_states.shape[1:])
+    elif final_states.untyped_storage().data_ptr() == varlen_states.untyped_storage().data_ptr():
+        final_states = final_states.clone()
+    return out, final_states, varlen_states
+
+
+def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    problem = scan_problem(x, *rest[:-1])
+    state = (problem.nheads, problem.headdim, problem.dstate)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    final_states = x.new_empty((problem.batch, *state), dtype=dtype)
+    return x.new_empty(x.shape), final_states, x.new_empty((problem.nseq, *state), dtype=dtype)
+
+
+_operator = torch_operator.define(
+    "mamba_chunk_scan",
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, SymInt chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    "Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, bool dt_softplus, float[] dt_limit, "
+    "ScalarType? state_dtype, str? backend",
+    "(Tensor, Tensor, Tensor)",
+    run=_run_operator,
+    fake=_fake,
+    problem=scan_problem,
+)
 
 
 @registry.register_composition("mamba_chunk_scan", ("chunk_cumsum", "fwd_pass_state", "compute_out"))
@@ -110,5 +169,9 @@ def compose(
     if not outs:
         final_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         nothing = x.new_zeros(1, *x.shape[2:], B.shape[3], dtype=final_dtype)
-        return torch.empty_like(x, memory_format=torch.contiguous_format), nothing, nothing[:0]
+        return (
+            torch.empty_like(x, memory_format=torch.contiguous_format),
+            nothing,
+            nothing.new_empty(0, *nothing.shape[1:]),
+        )
     return torch.cat(outs, 1), finals[-1], torch.cat(finals)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilegym_mamba2 import registry
+from tilegym_mamba2 import registry, torch_operator
 from tilegym_mamba2.problem import state_update_problem
 
 
@@ -70,10 +70,34 @@ def selective_state_update(
         dt_softplus,
         state_batch_indices,
     ]
-    problem = state_update_problem(*arguments)
-    implementation = registry.select("selective_state_update", problem, backend)
-    out: Tensor = implementation.function(*arguments)
+    if torch_operator.is_traced(x):
+        out = _operator(*arguments, registry.traced_backend(backend))
+    else:
+        out = _run(*arguments, backend)
     return out.squeeze(1) if headless else out
+
+
+def _run(*arguments: Any) -> Tensor:
+    problem = state_update_problem(*arguments[:-1])
+    implementation = registry.select("selective_state_update", problem, arguments[-1])
+    return implementation.run(problem, *arguments[:-1])
+
+
+def _fake(*arguments: Any) -> Tensor:
+    state_update_problem(*arguments[:-1])
+    x: Tensor = arguments[1]
+    return x.new_empty(x.shape)
+
+
+_operator = torch_operator.define(
+    "selective_state_update",
+    "Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    "bool dt_softplus, Tensor? state_batch_indices, str? backend",
+    "Tensor",
+    run=_run,
+    fake=_fake,
+    problem=state_update_problem,
+)
 
 
 def _with_dim(value: Any, headless_ndim: int, position: int) -> Any:

@@ -33,7 +33,8 @@ def selective_state_update(
     x_compute = x.to(compute)
     B_heads = B.to(compute).repeat_interleave(nheads // ngroups, 1)  # (batch, nheads, dstate)
     C_heads = C.to(compute).repeat_interleave(nheads // ngroups, 1)
-    decayed = state[row].to(compute) * (d[..., None] * A.to(compute)).exp()
+    old_state = state[row].to(compute, copy=True)  # autograd needs it, and the original is overwritten below
+    decayed = old_state * (d[..., None] * A.to(compute)).exp()
     new = decayed + (d * x_compute)[..., None] * B_heads[:, :, None]  # (batch, nheads, headdim, dstate)
     out = (new @ C_heads[..., None]).squeeze(-1)
     if D is not None:
