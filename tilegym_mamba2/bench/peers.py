@@ -1,0 +1,275 @@
+"""Implementations of the whole forward that are compared: this package's backends, and peers if they are installed.
+
+A peer computes with its own defaults and its own search for configurations, except where its class says otherwise.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegym_mamba2 import registry
+from tilegym_mamba2.bench.timing import Call
+from tilegym_mamba2.bench.workloads import Inputs, Workload
+from tilegym_mamba2.scan import mamba_chunk_scan_combined
+
+CHUNK_SIZES = (64, 128, 256)
+
+_MOST_SLOW_TOKENS = 2048  # per row; a slow peer takes minutes to compile or to run what is longer
+
+
+class Implementation:
+    """One way of computing the forward.
+
+    Attributes:
+        name: of a backend or a peer.
+        peer: not of this package, so not held to its error budget.
+        slow: not measured on long rows on a GPU unless it was asked for by name.
+        searches_every_shape: so that what is compiled for one is not enough for others of the same headdim and dstate.
+        chunk_sizes: those to try.
+    """
+
+    name: str
+    peer: bool = True
+    slow: bool = False
+    searches_every_shape: bool = False
+    chunk_sizes: tuple[int, ...] = CHUNK_SIZES
+
+    def __init__(self, asked: bool):
+        self._asked = asked
+
+    def why_not(self, workload: Workload, device: torch.device) -> str | None:
+        """None if it can do a workload here, else the reason."""
+        reason = self._why_not(workload, device)
+        if reason is None and self.slow and not self._asked and device.type == "cuda":
+            return "it is slow on long rows: ask for it by name" if workload.seqlen > _MOST_SLOW_TOKENS else None
+        return reason
+
+    def _why_not(self, workload: Workload, device: torch.device) -> str | None:
+        raise NotImplementedError
+
+    def capturable(self, workload: Workload) -> bool:
+        """Whether a CUDA graph can hold its calls."""
+        return True
+
+    def bind(self, inputs: Inputs, chunk_size: int) -> Call:
+        """A call without arguments that returns (out, final_states). What `bind` itself does is not timed."""
+        raise NotImplementedError
+
+
+class BackendForward(Implementation):
+    """The public function of this package with a backend's name."""
+
+    peer = False
+
+    def __init__(self, name: str, asked: bool):
+        super().__init__(asked)
+        self.name = name
+        self.slow = name == "torch-reference"
+
+    def _why_not(self, workload: Workload, device: torch.device) -> str | None:
+        reason = registry.explain_backends(device)[self.name]
+        return None if reason == "available" else reason
+
+    def capturable(self, workload: Workload) -> bool:
+        return not (workload.lengths and self.name == "torch-reference")  # which reads cu_seqlens on the host
+
+    def bind(self, inputs: Inputs, chunk_size: int) -> Call:
+        def call() -> Any:
+            return mamba_chunk_scan_combined(
+                **inputs, chunk_size=chunk_size, return_final_states=True, backend=self.name
+            )
+
+        return call
+
+
+class _Peer(Implementation):
+    """A package's function, which computes what this package's does."""
+
+    module: str
+    needs_gpu = False
+
+    def _why_not(self, workload: Workload, device: torch.device) -> str | None:
+        package = self.module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package} is not installed"
+        if self.needs_gpu and device.type != "cuda":
+            return "it runs on GPUs only"
+        return self._why_not_workload(workload)
+
+    def _why_not_workload(self, workload: Workload) -> str | None:
+        return None
+
+
+class MambaSsm(_Peer):
+    """mamba_ssm's Triton kernels, autotuned by themselves. Packed sequences go in as seq_idx."""
+
+    name = "mamba_ssm"
+    module = "mamba_ssm.ops.triton.ssd_combined"
+    needs_gpu = True
+
+    def bind(self, inputs: Inputs, chunk_size: int) -> Call:
+        scan = importlib.import_module(self.module).mamba_chunk_scan_combined
+        arguments = {name: value for name, value in inputs.items() if name != "cu_seqlens"}
+        if inputs.get("cu_seqlens") is not None:
+            lengths = inputs["cu_seqlens"].diff()
+            numbers = torch.arange(len(lengths), device=lengths.device, dtype=torch.int32)
+            arguments["seq_idx"] = numbers.repeat_interleave(lengths)[None]
+        return lambda: scan(**arguments, chunk_size=chunk_size, return_final_states=True)
+
+
+class TileGym(_Peer):
+    """tilegym's cuTile kernels. It searches again for every shape, minutes each, so its lists are cut.
+
+    On an H200 the whole search was seen to choose, in its state pass: not swapped with a state block of 16 or 32, or
+    swapped with 64, second latency 4; in its output: state block of 64 or 128, persistent, occupancy 2, latencies 3
+    or 4. These are left of its lists, and of its cumulative sum's every other occupancy. Chunks of 256 are not tried:
+    a float32 tile of chunk_size x chunk_size, which its output kernel holds, would fill a multiprocessor's registers.
+    """
+
+    name = "tilegym"
+    module = "tilegym.ops.cutile.mamba2"
+    needs_gpu = True
+    searches_every_shape = True
+    chunk_sizes = (64, 128)
+
+    def _why_not_workload(self, workload: Workload) -> str | None:
+        if workload.headdim & (workload.headdim - 1):
+            return f"it can't do headdim {workload.headdim}"
+        if workload.lengths or workload.model:
+            return "it has no packed sequences, dt_bias or softplus"
+        return None
+
+    def bind(self, inputs: Inputs, chunk_size: int) -> Call:
+        module = importlib.import_module(self.module)
+        _cut(module, "_chunk_cumsum_autotune_configs", lambda config: config.occupancy in (4, 6, 8))
+        _cut(module, "_fwd_pass_state_autotune_configs", _won_state_pass)
+        _cut(module, "_compute_out_configs", _won_output)
+        _cut(module, "_compute_out_swap_configs", _won_output)
+        x, B = inputs["x"], inputs["B"]
+        zeros = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
+
+        def call() -> Any:
+            return module.mamba2_chunk_forward(
+                x, inputs["A"], B, inputs["C"], inputs["D"], inputs["dt"], zeros, chunk_size=chunk_size
+            )
+
+        return call
+
+
+def _won_state_pass(config: Any) -> bool:
+    return config.BDD_LAT == 4 and config.BLOCK_STATE in ((64,) if config.SWAP else (16, 32))
+
+
+def _won_output(config: Any) -> bool:
+    latencies = (getattr(config, "LATENCY", 3), config.H_LAT)
+    return config.BLOCK_STATE >= 64 and config.persistent and config.occupancy == 2 and max(latencies) <= 4
+
+
+def _cut(module: Any, name: str, keep: Callable[[Any], bool]) -> None:
+    """Replaces a function of a module that lists configurations by one that lists fewer, once."""
+    whole = getattr(module, name)
+    if not hasattr(whole, "cut"):
+
+        def cut(*args: Any, **kwargs: Any) -> list[Any]:
+            return [config for config in whole(*args, **kwargs) if keep(config)]
+
+        cut.cut = True  # pyright: ignore[reportFunctionMemberAccess]
+        setattr(module, name, cut)
+
+
+class TorchCompile(_Peer):
+    """torch.compile of this package's torch-reference, which it unrolls: chunks are few, so that it ends."""
+
+    name = "torch.compile"
+    module = "torch"
+    slow = True
+    chunk_sizes = (256,)
+
+    def _why_not_workload(self, workload: Workload) -> str | None:
+        return "it would unroll packed sequences" if workload.lengths else None
+
+    def bind(self, inputs: Inputs, chunk_size: int) -> Call:
+        compiled = _compiled_reference()
+        return lambda: compiled(**inputs, chunk_size=chunk_size)
+
+
+def _compiled_reference() -> Callable[..., Any]:
+    global _compiled
+    if _compiled is None:
+
+        def reference(**arguments: Any) -> Any:
+            return mamba_chunk_scan_combined(**arguments, return_final_states=True, backend="torch-reference")
+
+        _compiled = torch.compile(reference, dynamic=False)
+    return _compiled
+
+
+_compiled: Callable[..., Any] | None = None
+
+
+class Transformers(_Peer):
+    """The plain torch path of transformers' Mamba-2 layers."""
+
+    name = "transformers"
+    module = "transformers.models.mamba2.modeling_mamba2"
+    slow = True
+
+    def _why_not_workload(self, workload: Workload) -> str | None:
+        return "it has no packed sequences" if workload.lengths else None
+
+    def bind(self, inputs: Inputs, chunk_size: int) -> Call:
+        # Unwrapped, because the wrapper calls mamba_ssm where that is installed.
+        scan = inspect.unwrap(importlib.import_module(self.module).mamba2_chunk_scan)
+        names = ("dt_bias", "dt_softplus", "dt_limit", "D")
+        options = {name: inputs[name] for name in names if inputs.get(name) is not None}
+        x, dt, A, B, C = (inputs[name] for name in ("x", "dt", "A", "B", "C"))
+
+        def call() -> tuple[Tensor, Tensor]:
+            out, final_states = scan(x, dt, A, B, C, chunk_size, **options, return_final_states=True)
+            return out.to(x.dtype), final_states
+
+        return call
+
+
+PEERS = {peer.name: peer for peer in (MambaSsm, TileGym, TorchCompile, Transformers)}
+
+
+def implementations(names: Sequence[str] | None, peers: bool, device: torch.device) -> list[Implementation]:
+    """Those of the names (default: every backend that is available), and all peers if asked.
+
+    Raises ValueError for a name that is neither a backend nor a peer.
+    """
+    chosen = [find_implementation(name) for name in names or []]
+    if not names:
+        chosen = [BackendForward(name, asked=False) for name in registry.available_backends(device)]
+    named = {one.name for one in chosen}
+    return chosen + [peer(asked=False) for name, peer in PEERS.items() if peers and name not in named]
+
+
+def find_implementation(name: str) -> Implementation:
+    """The backend or peer that was asked for by that name. Raises ValueError if there is none."""
+    if name in PEERS:
+        return PEERS[name](asked=True)
+    backends = registry.explain_backends()
+    if name not in backends:
+        raise ValueError(f"there is no backend or peer {name!r}; there are {', '.join([*backends, *PEERS])}")
+    return BackendForward(name, asked=True)
+
+
+def version_of(package: str, distribution: str) -> str | None:
+    """A package's version: of its distribution, or what its source says if only that is there; None without it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        spec = importlib.util.find_spec(package)
+    source = Path(spec.origin).read_text("utf-8") if spec is not None and spec.origin else ""
+    match = re.search(r"""^__version__ = ["'](.+?)["']""", source, re.MULTILINE)
+    return match[1] if match else None

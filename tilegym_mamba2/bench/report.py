@@ -1,0 +1,218 @@
+"""Tables of results as rows of text, and documents whose figures come from result files.
+
+In a Markdown document, what stands between `<!-- figures: KIND FILE ARGUMENTS -->` and `<!-- /figures -->` is made from
+a result file, whose name is relative to the document. Kinds: see `KINDS`.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from tilegym_mamba2.bench.measure import Record
+from tilegym_mamba2.bench.peers import PEERS
+from tilegym_mamba2.bench.results import Results, load
+
+NONE = "-"
+
+_BLOCK = re.compile(r"(<!-- figures: (?P<request>.*?) -->)(?P<content>.*?)(<!-- /figures -->)", re.DOTALL)
+_FIGURE = re.compile(
+    r"\d[\d.,]*\s?(?:[uµ]s|microseconds|ms|milliseconds|s|seconds|[GT]B/s|TFLOP/?s|[GM]iB)\b"
+    r"|\d[\d.,]*\s?(?:x|times) (?:as fast|faster|slower|the)"
+    r"|\d[\d.,]*\s?% of (?:the|its) limit"
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under columns; the first `text_columns` are words, the others numbers."""
+
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    text_columns: int
+
+    def markdown(self) -> str:
+        alignment = ["---" if index < self.text_columns else "---:" for index in range(len(self.columns))]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.columns, alignment, *self.rows))
+
+
+def times(results: Results) -> Table:
+    """One row per workload: its shape and limit, times (errors of out), and what the best of ours gains over peers."""
+    names = results.implementations()
+    ours = [name for name in names if name not in PEERS]
+    peers = [name for name in PEERS if name in names]
+    gains = [f"over {peer}" for peer in peers]
+    shape = "batch, seqlen, nheads, headdim, ngroups, dstate"
+    columns = ("workload", shape, "limit", *ours, *peers, "of limit", *gains)
+    rows: list[list[str]] = []
+    for workload in results.workloads():
+        found = {name: results.find(workload.name, name) for name in names}
+        best = min((record for name in ours if (record := found[name])), key=lambda record: record.time, default=None)
+        limit = next((record.limit for record in found.values() if record), None)
+        rows.append(
+            [
+                workload.name,
+                workload.shape,
+                NONE if limit is None else seconds(limit),
+                *(_time_and_error(found[name]) for name in (*ours, *peers)),
+                NONE if best is None else percent(best.limit / best.time),
+                *(_gain(best, found[peer]) for peer in peers),
+            ]
+        )
+    return Table(columns, rows, 2)
+
+
+def details(results: Results) -> Table:
+    """One row per workload and implementation."""
+    columns = (
+        "workload", "implementation", "chunk size", "time", "noise", "of limit", "GB/s", "TFLOP/s", "host time",
+        "memory", "error of out", "error of final_states",
+    )  # fmt: skip
+    return Table(columns, [_detail(record) for record in results.records if record.failed is None], 2)
+
+
+def _detail(record: Record) -> list[str]:
+    rates = record.rates()
+    return [
+        record.workload.name,
+        record.implementation,
+        str(record.chunk_size),
+        seconds(record.time),
+        percent(record.noise),
+        percent(rates["fraction_of_limit"]),
+        three_digits(rates["gigabytes_per_second"]),
+        three_digits(rates["teraflops"]),
+        NONE if record.host_time is None else seconds(record.host_time),
+        NONE if record.peak_memory is None else f"{three_digits(record.peak_memory / 2**20)} MiB",
+        f"{record.error_out:.1e}",
+        f"{record.error_final_states:.1e}",
+    ]
+
+
+def failures(results: Results) -> dict[str, list[str]]:
+    """Why there is no time: "implementation: reason" to names of workloads."""
+    found: dict[str, list[str]] = {}
+    for record in results.records:
+        if record.failed is not None:
+            found.setdefault(f"{record.implementation}: {record.failed}", []).append(record.workload.name)
+    return found
+
+
+def first_calls(results: Results) -> Table:
+    """First calls in a fresh process."""
+    rows: list[list[str]] = []
+    for call in results.first_calls:
+        found = [NONE if value is None else seconds(value) for value in (call.cold, call.warm)]
+        rows.append([call.implementation, call.workload, *found])
+    return Table(("implementation", "workload", "nothing compiled", "compiled before"), rows, 2)
+
+
+def gains(results: Results, implementation: str, peer: str) -> Table:
+    """How many times as fast as a peer an implementation is, seqlen by dstate around the headline."""
+    grid = [workload for workload in results.workloads() if re.fullmatch(r"seqlen\d+-dstate\d+", workload.name)]
+    lengths = sorted({workload.seqlen for workload in grid})
+    names = {(workload.dstate, workload.seqlen): workload.name for workload in grid}
+    rows = [
+        [str(dstate), *(_gain_of(results, names.get((dstate, seqlen), ""), implementation, peer) for seqlen in lengths)]
+        for dstate in sorted({workload.dstate for workload in grid})
+    ]
+    return Table(("dstate", *(f"{seqlen:,} tokens" for seqlen in lengths)), rows, 1)
+
+
+def _gain_of(results: Results, workload: str, implementation: str, peer: str) -> str:
+    return _gain(results.find(workload, implementation), results.find(workload, peer))
+
+
+def _gain(record: Record | None, peer: Record | None) -> str:
+    return NONE if record is None or peer is None else f"{three_digits(peer.time / record.time)}x"
+
+
+def _time(record: Record | None) -> str:
+    return NONE if record is None else seconds(record.time)
+
+
+def _time_and_error(record: Record | None) -> str:
+    return NONE if record is None else f"{seconds(record.time)} ({record.error_out:.1e})"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits that count."""
+    if value == 0:
+        return "0"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1e}" if value < 1e-3 else f"{value:#.3g}"
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that suits it: microseconds below 10 milliseconds."""
+    if value >= 1:
+        return f"{three_digits(value)} s"
+    return f"{three_digits(value * 1e3)} ms" if value >= 1e-2 else f"{three_digits(value * 1e6)} us"
+
+
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
+
+
+# Documents
+
+
+def _run(results: Results) -> str:
+    about, limits = results.about, results.limits
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
+    return (
+        f"{about['machine']}, {about['date']}; {versions}. Copy bandwidth {limits.bytes_per_second / 1e12:.2f} TB/s, "
+        f"matrix rate {limits.flops_per_second / 1e12:.0f} TFLOP/s. Command: `{about['command']}`."
+    )
+
+
+def _time_of(results: Results, workload: str, implementation: str) -> str:
+    return _time(results.find(workload, implementation))
+
+
+def _error_of(results: Results, workload: str, implementation: str) -> str:
+    record = results.find(workload, implementation)
+    return NONE if record is None else f"{record.error_out:.1e}"
+
+
+KINDS: Mapping[str, Callable[..., str]] = MappingProxyType(
+    {
+        "times": lambda results: f"\n{times(results).markdown()}\n",
+        "details": lambda results: f"\n{details(results).markdown()}\n",
+        "first-calls": lambda results: f"\n{first_calls(results).markdown()}\n",
+        "gains": lambda results, *names: f"\n{gains(results, *names).markdown()}\n",
+        "run": _run,
+        "time": _time_of,
+        "gain": _gain_of,
+        "error": _error_of,
+    }
+)
+
+
+def updated(text: str, folder: Path) -> str:
+    """A document in that folder with its figures made anew.
+
+    Raises ValueError for a kind that does not exist, and for a figure that is not in the file.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        kind, file, *arguments = match["request"].split()
+        if kind not in KINDS:
+            raise ValueError(f"there are no figures {kind!r}; there are {', '.join(KINDS)}")
+        content = KINDS[kind](load(folder / file), *arguments)
+        if content == NONE:
+            raise ValueError(f"{file} has no {kind} of {' '.join(arguments)}")
+        return f"{match[1]}{content}{match[4]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def bare_figures(text: str) -> list[str]:
+    """Figures of speed in a document that come from no result file."""
+    return _FIGURE.findall(_BLOCK.sub("", text))
+
+
+def paths_of(stem: Path, picture: str) -> Sequence[Path]:
+    """The two files of a picture."""
+    base = stem.with_suffix("") if stem.suffix in (".png", ".svg") else stem
+    return [base.with_name(f"{base.name}-{picture}{suffix}") for suffix in (".png", ".svg")]
