@@ -1,6 +1,6 @@
 """The table: every op x backend x problem x dtype against the float64 recurrence, and the properties."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +18,22 @@ def _table() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("backend", "check"), list(_table()))
-def test_check(backend: str, check: Check, pytestconfig: pytest.Config) -> None:
+def test_check(
+    backend: str,
+    check: Check,
+    pytestconfig: pytest.Config,
+    record_property: Callable[[str, object], None],
+) -> None:
     missing(pytestconfig, backend, check.op)
     if check.problem == "mixed_stages":
         for op in ("chunk_cumsum", "fwd_pass_state"):
             missing(pytestconfig, backend, op)
     result = check.run(backend, DEVICE)
+    dtype = str(check.dtype).removeprefix("torch.")
+    for name, value in {"op": check.op, "backend": backend, "dtype": dtype, "device": DEVICE}.items():
+        record_property(name, value)  # what bench/check_table.py reads from --junit-xml
+    record_property("error", result.error)
+    record_property("budget", result.budget)
     assert result.ok, result.detail
     assert not result.refused, result.detail
     assert result.error <= result.budget

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Whether every backend is right on this GPU: bench/h200_check.sh FOLDER
+# The conformance table, the cases that need a GPU, and compute-sanitizer's memcheck of a small run of each op.
+set -u
+folder=$1 python=${PYTHON:-python3}
+mkdir -p "$folder"
+for backend in cutile triton; do
+    compute-sanitizer --tool memcheck "$python" -m pytest -q -p no:cacheprovider -o timeout=500 \
+        tests/test_conformance.py -k "$backend and bfloat16 and (ragged_tail or rows)" >"$folder/memcheck-$backend.txt" 2>&1 &
+done
+"$python" -m pytest -q -p no:cacheprovider -n "${WORKERS:-12}" -o timeout=300 --require-backends=cutile,triton,torch-reference \
+    --junit-xml="$folder/check.xml" tests/test_conformance.py tests/test_field_cases.py tests/test_gpu.py "${@:2}" \
+    >"$folder/check.log" 2>&1
+wait
+"$python" bench/check_table.py "$folder/check.xml" "$folder"/memcheck-*.txt | tee "$folder/check.txt"
