@@ -123,7 +123,7 @@ def _about(device: torch.device) -> dict[str, Any]:
 
 
 def _revision() -> str | None:
-    """The git revision of the package's source, with a + if it was changed; outside a repository GIT_COMMIT, or None."""
+    """The source's git revision, with a + if it was changed; outside a repository the variable GIT_COMMIT, or None."""
     folder = Path(__file__).parent
     try:
         asked = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
