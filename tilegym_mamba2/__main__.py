@@ -1,13 +1,10 @@
 """`python -m tilegym_mamba2` and the command `tilegym-mamba2`."""
 
 import sys
-import warnings
 
 
 def main() -> None:
     """Runs the command line and exits with its status."""
-    # torch says so wherever numpy is not installed; nothing here needs it.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         from tilegym_mamba2 import cli
 
