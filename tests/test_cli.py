@@ -260,6 +260,7 @@ WRONG_USES = {
     "unavailable backend": (["run", "--backend", "cutile"], "TILEGYM_MAMBA2_CUTILE_INTERPRET=1"),
     "json in no directory": (["run", "--json", "{tmp}/none/result.json"], "there is no directory"),
     "json is a directory": (["info", "--json", "{tmp}"], "is a directory"),
+    "json of a name that is too long": (["info", "--json", "{tmp}/" + 300 * "a"], "name too long"),
     "json on a full disk": (["info", "--json", "/dev/full"], "No space left"),
     "check of an unknown backend": (["check", "--backend", "torch-refrence"], "did you mean 'torch-reference'"),
     "check of an unavailable backend": (["check", "--backend", "cutile"], "TILEGYM_MAMBA2_CUTILE_INTERPRET=1"),
@@ -315,6 +316,15 @@ def test_a_pipe_gets_neither(plugins: dict[str, str]):
     assert done.returncode == 0
     assert not done.stderr
     assert "\x1b" not in done.stdout
+
+
+def test_a_pipe_that_nobody_reads_is_no_wrong_result():
+    with subprocess.Popen([*COMMAND, "info"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as one:
+        assert one.stdout is not None
+        one.stdout.close()
+        assert one.stderr is not None
+        assert not one.stderr.read()
+        assert one.wait(timeout=240) == 141
 
 
 def test_a_narrow_terminal_loses_nothing():

@@ -172,7 +172,7 @@ def test_sums_of_exponents_far_below_zero(backend: str, total: float, dtype: tor
 @every_dtype
 @pytest.mark.parametrize(("dstate", "chunk_size"), [(64, 128), (256, 64), (96, 128)])
 def test_state_and_chunk_sizes_differ(backend: str, dstate: int, chunk_size: int, dtype: torch.dtype) -> None:
-    sizes = {**SMALL, "nheads": 1, "dstate": dstate, "chunk_size": chunk_size}
+    sizes = {**SMALL, "dstate": dstate, "chunk_size": chunk_size}
     right(backend, make_inputs(dtype, DEVICE, **sizes, seqlen=140))
 
 

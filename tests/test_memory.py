@@ -40,6 +40,9 @@ def test_the_measure_measures() -> None:
     [
         {"nheads": 8, "headdim": 64, "dstate": 128, "chunk_size": 256, "seqlen": 1024, "ngroups": 1},
         {"nheads": 8, "headdim": 16, "dstate": 16, "chunk_size": 64, "seqlen": 2048, "ngroups": 8},
+        {"nheads": 1, "headdim": 1, "dstate": 1, "chunk_size": 512, "seqlen": 512, "ngroups": 1},
+        {"nheads": 1, "headdim": 1, "dstate": 1, "chunk_size": 1, "seqlen": 512, "ngroups": 1},
+        {"nheads": 2, "headdim": 256, "dstate": 256, "chunk_size": 1, "seqlen": 1024, "ngroups": 1},
         {"nheads": 4, "headdim": 64, "dstate": 64, "chunk_size": 128, "seqlen": 1024, "ngroups": 1, "batch": 2},
     ],
 )
@@ -55,3 +58,11 @@ def test_extra_memory_is_bounded(sizes: dict[str, int], dtype: torch.dtype, pack
         peak = peak_bytes(lambda: mamba_chunk_scan_combined(**inputs, backend="torch-reference"))
     bound = 4 * batch * sizes["nheads"] * seqlen * (sizes["chunk_size"] + sizes["headdim"] + sizes["dstate"])
     assert peak / 4 <= bound, f"{peak / 4 / bound:.2f} of the bound, in float32 numbers"
+
+
+def test_a_chunk_longer_than_the_row_takes_no_memory() -> None:
+    inputs = make_inputs(seqlen=100, chunk_size=10**12)
+    with torch.no_grad():
+        out = mamba_chunk_scan_combined(**inputs, backend="torch-reference")
+        want = mamba_chunk_scan_combined(**{**inputs, "chunk_size": 100}, backend="torch-reference")
+    assert torch.equal(out, want)  # pyright: ignore[reportArgumentType]

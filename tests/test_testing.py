@@ -1,6 +1,7 @@
 """The tools of the tests: the oracle against numbers worked out by hand, errors and budgets, makers of inputs."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -414,8 +415,15 @@ def test_layer_inputs_follow_the_text() -> None:
     assert layer_inputs(SMALL, 3, "ä" * 50)["x"].shape == (1, 3, 6, 8)
 
 
-def test_layer_inputs_need_text_and_a_model() -> None:
-    for nothing in ("", b""):
+def test_layer_inputs_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text(TEXT)
+    assert torch.equal(layer_inputs(SMALL, 60, file)["x"], layer_inputs(SMALL, 60, TEXT)["x"])
+
+
+def test_layer_inputs_need_text_and_a_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for nothing in ("", b"", tmp_path / "empty"):
         with pytest.raises(ValueError, match="text is empty"):
             layer_inputs(SMALL, 10, nothing)
     with pytest.raises(ValueError, match="did you mean 'mamba2-130m'"):

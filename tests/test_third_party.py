@@ -130,6 +130,7 @@ def test_a_backend_chosen_by_the_environment(tmp_path: Path) -> None:
         ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
         ("import a_package_that_is_missing", "ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
         ("def broken(:", "SyntaxError"),
+        ("raise SystemExit('no GPU')", "SystemExit: no GPU"),
         (None, "ModuleNotFoundError: No module named 'bad_backend'"),
         (
             """
@@ -183,3 +184,35 @@ def test_discovery_waits_until_it_is_needed(tmp_path: Path) -> None:
         """,
     )
     assert loaded == [False, True]
+
+
+def test_discovery_waits_for_a_thread_that_imports_a_plugin(tmp_path: Path) -> None:
+    source = """
+        import builtins
+        builtins.importing.set()
+        builtins.discovering.wait(60)
+    """
+    install(tmp_path, "acme_backend", textwrap.dedent(source) + textwrap.dedent(PLUGIN))
+    available = python(
+        tmp_path,
+        """
+        import builtins, faulthandler, importlib.metadata, json, threading
+        import tilegym_mamba2
+
+        faulthandler.dump_traceback_later(60, exit=True)
+        builtins.importing, builtins.discovering = threading.Event(), threading.Event()
+        importer = threading.Thread(target=__import__, args=("acme_backend",))
+        importer.start()
+        importing.wait()
+        load = importlib.metadata.EntryPoint.load
+
+        def announced(entry_point):
+            threading.Timer(0.2, discovering.set).start()
+            return load(entry_point)
+
+        importlib.metadata.EntryPoint.load = announced
+        print(json.dumps(tilegym_mamba2.available_backends("cpu")))
+        importer.join()
+        """,
+    )
+    assert available[0] == "acme"

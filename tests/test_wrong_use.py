@@ -11,6 +11,7 @@ import torch
 import tilegym_mamba2
 from tilegym_mamba2 import registry
 from tilegym_mamba2.testing import DECODE_PROBLEMS, PROBLEMS, op_inputs
+from tilegym_mamba2.testing.running import OPS
 
 SCAN, CUMSUM, PASSING, OUT, DECODE = (
     "mamba_chunk_scan_combined",
@@ -170,6 +171,9 @@ def _values() -> Iterator[Any]:
         for value, got in ((1, "int"), (None, "NoneType"), ("yes", "str")):
             yield op, "dt_softplus", value, TypeError, (got, "bool")
     yield DECODE, "dt_softplus", 1, TypeError, ("int", "bool")
+    for name in ("return_final_states", "return_varlen_states"):
+        yield SCAN, name, "no", TypeError, ("str", "bool")
+        yield SCAN, name, None, TypeError, ("NoneType", "bool")
     for op in (SCAN, PASSING):
         yield op, "state_dtype", torch.int32, TypeError, ("torch.int32", "float32")
         yield op, "state_dtype", "float32", TypeError, ("str", "float32")
@@ -272,12 +276,30 @@ def test_a_state_that_shares_memory_cannot_be_updated(launches: list[str]) -> No
     refused(DECODE, arguments, ValueError, launches, "state", "stride 0")
 
 
+def test_a_state_whose_gradient_is_wanted_cannot_be_overwritten(launches: list[str]) -> None:
+    arguments = valid(DECODE)
+    arguments["state"] = arguments["state"].requires_grad_()
+    refused(DECODE, arguments, ValueError, launches, "state", "leaf", "state.clone()")
+    with torch.no_grad():
+        tilegym_mamba2.selective_state_update(**arguments, backend="torch-reference")
+
+
 def test_wrong_use_leaves_the_state_alone() -> None:
     arguments = valid(DECODE)
     state = arguments["state"].clone()
     with pytest.raises(TypeError):
         tilegym_mamba2.selective_state_update(**{**arguments, "dt_softplus": None})
     assert torch.equal(arguments["state"], state)
+
+
+@pytest.mark.parametrize("op", ["chunk_cumsum", "mamba_chunk_scan"])
+def test_implementations_get_chunk_size_as_an_int(op: str, fresh_registry: None) -> None:
+    sizes: list[Any] = []
+    registry.register_backend(registry.Backend("recorder", lambda device: None))
+    registry.register(op, "recorder")(lambda *arguments: sizes.append(arguments[2 if op == CUMSUM else 5]))
+    for value in (torch.tensor(7), torch.tensor([7]).numpy()[0]):
+        OPS[op](**{**op_inputs(op, PROBLEMS["plain"].inputs()), "chunk_size": value}, backend="recorder")
+    assert [type(size) for size in sizes] == [int, int]
 
 
 @pytest.mark.parametrize("op", list(FUNCTIONS))
