@@ -155,7 +155,7 @@ def mamba_chunk_scan(
             dt, A, absent if dt_bias is None else dt_bias, runs, slot_sequence, sequences, decays, float(dt_limit[0]),
             float(dt_limit[1]), seqlen, block_heads, dt_bias is not None, dt_softplus, isolated, varlen, precise,
         ),
-        Hints(occupancy=4),
+        Hints(occupancy=2 if isolated else 4),
     )  # fmt: skip
     products = torch.empty(batch, nslots, ngroups, _CHUNK, _CHUNK, dtype=torch.float32, device=device)
     B_kept = torch.empty(batch, nslots * _CHUNK, ngroups, dstate, dtype=B.dtype, device=device) if isolated else B
