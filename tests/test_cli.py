@@ -57,7 +57,10 @@ PLUGIN = """
         time.sleep(float(os.environ["NAP"]))
         return reference(arguments)
 
-    for forward in (imprecise, imprecise_state, nan, crashing, slow):
+    def refusing(*arguments):
+        raise NotImplementedError("headdim is 32: too large")
+
+    for forward in (imprecise, imprecise_state, nan, crashing, slow, refusing):
         backend(forward.__name__.replace("_", "-"), forward)
 """
 
@@ -201,6 +204,12 @@ def test_run_fails_for_a_wrong_backend(plugins: dict[str, str], backend: str, tm
     assert json.loads(result.read_text())["results"][0]["status"] == status
     if backend == "crashing":
         assert "crashing: RuntimeError: the kernel exploded" in done.stdout
+
+
+def test_run_fails_where_nothing_ran(plugins: dict[str, str]):
+    done = call("run", "--model", "falcon-h1-tiny", "--seqlen", "8", "--backend", "refusing", **plugins)
+    assert done.returncode == 1, done.stderr
+    assert "refusing: headdim is 32: too large." in done.stdout
 
 
 def test_run_fails_for_one_wrong_backend_among_good_ones(plugins: dict[str, str]):

@@ -216,6 +216,18 @@ def test_a_named_backend_that_is_unavailable(fake: Fake) -> None:
     assert isinstance(ran(), tuple)  # the automatic choice passes it over
 
 
+def test_a_backend_whose_check_fails_harms_no_other(fresh_registry: None) -> None:
+    def check(device: torch.device) -> str | None:
+        raise OSError("no such library")
+
+    register_backend(Backend("broken", check, {"cpu": 9}))
+    register("chunk_cumsum", "broken")(lambda *arguments: "broken")
+    assert explain_backends("cpu")["broken"] == "its why_unavailable failed: OSError: no such library"
+    assert isinstance(ran()[0], torch.Tensor)
+    with pytest.raises(BackendUnavailableError, match="no such library"):
+        ran("broken")
+
+
 def test_a_named_backend_without_the_op(fake: Fake) -> None:
     fake("partial", 50, ops=("compute_out",))
     with pytest.raises(NotImplementedError, match=r"'partial'.*chunk_cumsum"):

@@ -64,12 +64,6 @@ class Problem:
         final_states = 4 * sizes["initial_states"]
         return final_states + sum(sizes[name] * dtype.itemsize for name, dtype in self.dtypes.items() if name in sizes)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What the choice of a configuration may depend on: never batch or seqlen."""
-        dims = (self.headdim, self.dstate, self.nheads // max(self.ngroups, 1), self.chunk_size)
-        return (self.op, self.device.type, *dims, tuple(sorted((k, str(v)) for k, v in self.dtypes.items())))
-
 
 @cache
 def _dims(layout: str) -> tuple[str, ...]:
@@ -273,14 +267,13 @@ def scan_problem(
     dt_softplus: Any,
     dt_limit: Any,
     state_dtype: Any,
-    op: str = "mamba_chunk_scan",
 ) -> Problem:
     """Validates a call of the whole forward.
 
     The values of cu_seqlens are checked where reading them costs nothing, on the CPU: on a GPU it would stall
     the stream and forbid CUDA graph capture.
     """
-    call = Call(op)
+    call = Call("mamba_chunk_scan")
     call.bind("x", x, "batch seqlen nheads headdim")
     call.bind("dt", dt, "batch seqlen nheads")
     call.bind("A", A, "nheads")
@@ -288,7 +281,7 @@ def scan_problem(
     call.positive(nheads="x", headdim="x", ngroups="B", dstate="B")
     call.groups()
     call.bind("C", C, "batch seqlen ngroups dstate")
-    call.sizes["chunk_size"] = _chunk_size(op, chunk_size)
+    call.sizes["chunk_size"] = _chunk_size(call.op, chunk_size)
     call.sizes["nchunks"] = nchunks_of(call.sizes["seqlen"], call.sizes["chunk_size"])
     call.bind("D", D, "nheads", "nheads headdim", optional=True)
     call.bind("z", z, "batch seqlen nheads headdim", optional=True)
@@ -301,9 +294,9 @@ def scan_problem(
         call.sizes["first"] = 1
         layouts = ("nseq nheads headdim dstate", "first nheads headdim dstate")
         call.bind("initial_states", initial_states, *layouts, optional=True)
-    _flag(op, "dt_softplus", dt_softplus)
-    _dt_limit(op, dt_limit)
-    _state_dtype(op, state_dtype)
+    _flag(call.op, "dt_softplus", dt_softplus)
+    _dt_limit(call.op, dt_limit)
+    _state_dtype(call.op, state_dtype)
     return call.problem()
 
 
@@ -360,6 +353,11 @@ def state_update_problem(
     call.bind("state", state, f"{rows} nheads headdim dstate")
     if any(size > 1 and stride == 0 for size, stride in zip(state.shape, state.stride(), strict=True)):
         raise ValueError(f"{call.op}: state has a dimension of stride 0, but is updated in place: pass a copy")
+    if call.differentiated_argument is not None and state.requires_grad and state.is_leaf:
+        raise ValueError(
+            f"{call.op}: state is a leaf that requires grad, but is updated in place: pass state.clone(), or call it "
+            "under torch.no_grad()"
+        )
     call.bind("dt", dt, "batch nheads headdim")
     call.bind("A", A, "nheads headdim dstate")
     call.bind("B", B, "batch ngroups dstate")

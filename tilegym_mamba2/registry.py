@@ -70,6 +70,13 @@ class Backend:
     def priority_on(self, device: torch.device) -> int:
         return self.priority.get(device.type, self.priority.get("*", -1))
 
+    def reason(self, device: torch.device) -> str | None:
+        """What `why_unavailable` says; that it failed, if it does, so that the other backends still work."""
+        try:
+            return self.why_unavailable(device)
+        except Exception as error:
+            return f"its why_unavailable failed: {type(error).__name__}: {error}"
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -110,7 +117,8 @@ _compositions: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {}
 _looked_for: set[tuple[str, str]] = set()
 _load_failures: dict[str, str] = {}
 _discovered = False
-_lock = threading.RLock()
+_lock = threading.RLock()  # of the tables; held by no import, which may wait for a thread that registers
+_loading = threading.RLock()
 
 _default: str | None = None
 _scoped: dict[int, list[str | None]] = {}  # thread id -> names of the `use_backend` blocks that it is in
@@ -189,8 +197,9 @@ def register_composition(op: str, parts: tuple[str, ...]) -> Callable[[_Function
 
 def unregister_backend(name: str) -> None:
     """Forgets a backend and its implementations, so that a plugin under development can register anew."""
+    _known(name)
     with _lock:
-        _backends.pop(_known(name).name)
+        del _backends[name]
         for key in [key for key in _implementations if key[1] == name]:
             del _implementations[key]
         _looked_for.difference_update([key for key in _looked_for if key[1] == name])
@@ -226,7 +235,7 @@ def _discover() -> None:
     global _discovered
     if _discovered:
         return
-    with _lock:
+    with _loading:
         if _discovered:
             return
         package = importlib.import_module(f"{_PACKAGE}.backends")
@@ -236,7 +245,7 @@ def _discover() -> None:
         for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
             try:
                 entry_point.load()
-            except Exception as error:  # a plugin's fault must not take the package down: it is reported
+            except (Exception, SystemExit) as error:  # a plugin's fault must not take the package down: it is reported
                 _load_failures[entry_point.name] = f"{entry_point.value}: {type(error).__name__}: {error}"
         _discovered = True
 
@@ -245,7 +254,7 @@ def _find(op: str, backend: Backend) -> Implementation | None:
     """The implementation of an op on a backend, imported now if it is a built-in that was not needed before."""
     key = (op, backend.name)
     if key not in _looked_for:
-        with _lock:
+        with _loading:
             built_in = _built_in(op, backend.name)
             if built_in is not None:
                 importlib.import_module(built_in.name)
@@ -275,10 +284,14 @@ def _composed(op: str, backend: Backend) -> Implementation | None:
 
 
 def _known(name: str) -> Backend:
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"backend must be a name (str) or None, got {name!r}")
     if name not in _backends:
         _discover()
         if name not in _backends:
             message = f"there is no backend {name!r}{_nearest(name, _backends)}; backends: {', '.join(_backends)}"
+            if name == os.environ.get(ENVIRONMENT_VARIABLE):
+                message += f"; the environment variable {ENVIRONMENT_VARIABLE} names it"
             if _load_failures:
                 message += f"; not loaded: {'; '.join(f'{key} ({why})' for key, why in _load_failures.items())}"
             raise ValueError(message)
@@ -381,7 +394,7 @@ def has_implementation(op: str, backend: str) -> bool:
 
 def _named(op: str, problem: Problem, name: str) -> Implementation:
     chosen = _known(name)
-    reason = chosen.why_unavailable(problem.device)
+    reason = chosen.reason(problem.device)
     if reason is not None:
         raise BackendUnavailableError(f"backend {name!r} can't run here: {reason}")
     implementation = _find(op, chosen)
@@ -397,7 +410,7 @@ def _automatic(op: str, problem: Problem) -> Implementation:
     _discover()
     reasons: list[str] = []
     for candidate in _ranked(problem.device):
-        reason = candidate.why_unavailable(problem.device)
+        reason = candidate.reason(problem.device)
         if reason is None:
             implementation = _find(op, candidate)
             reason = implementation.why_not(problem) if implementation is not None else f"it has no {op}"
@@ -434,4 +447,4 @@ def explain_backends(device: torch.device | str | None = None) -> dict[str, str]
     """Every registered backend's name to "available" or the reason why it can't run on a device."""
     _discover()
     device = _device_here() if device is None else torch.device(device)
-    return {name: backend.why_unavailable(device) or "available" for name, (backend, _) in _backends.items()}
+    return {name: backend.reason(device) or "available" for name, (backend, _) in _backends.items()}

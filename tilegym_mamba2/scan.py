@@ -72,6 +72,10 @@ def mamba_chunk_scan_combined(
         NotImplementedError: the named backend can't do this call (the message names the argument), or an input
             requires grad and the backend has no backward.
     """
+    returns = {"return_final_states": return_final_states, "return_varlen_states": return_varlen_states}
+    for name, value in returns.items():
+        if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"mamba_chunk_scan_combined: {name} must be a bool, got {type(value).__name__}")
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("mamba_chunk_scan_combined: return_varlen_states=True needs cu_seqlens, got None")
     out, final_states, varlen_states = mamba_chunk_scan(

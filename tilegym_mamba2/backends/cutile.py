@@ -5,11 +5,13 @@ configuration, compiles each combination once, widens the offsets to 64 bits whe
 on the current stream of the tensors' device. CPU tensors go to the interpreter, which runs the same source.
 """
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -241,13 +243,24 @@ def _why_no_gpu(index: int | None) -> str | None:
     if capability[0] < 8:
         name = torch.cuda.get_device_name(index)
         return f"{name} has compute capability {capability[0]}.{capability[1]}: cuTile needs 8.0 (Ampere) or newer"
-    driver = _torch_c._cuda_getDriverVersion()
+    driver = _driver_version()
     if driver < _OLDEST_CUDA_DRIVER:
         return (
             f"the NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10}: cuTile needs 13.0, "
             "install driver 580 or newer"
         )
     return None
+
+
+def _driver_version() -> int:
+    """The newest CUDA version that the driver supports, 13000 for 13.0; 0 if the driver does not answer."""
+    version = ctypes.c_int(0)
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        library.cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 
 
 def _find_tileiras() -> str | None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,16 +20,24 @@ from tilegym_mamba2 import registry
 
 _PIPE_WIDTH = 1000  # a pipe has no width: nothing is folded for it
 _SECONDS_BEFORE_BAR = 1.0
+_BROKEN_PIPE = 141  # 128 and the number of SIGPIPE
 
 
 class UserError(Exception):
     """Something that the user can mend; the message says what to do."""
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads on, as with `| head`: ends as a signal would end it, not with a status that says "wrong"."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        raise SystemExit(_BROKEN_PIPE)
+
+
 def console() -> Console:
     """Where results go."""
-    output = Console(highlight=False)
-    return output if output.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+    output = _Output(highlight=False)
+    return output if output.is_terminal else _Output(highlight=False, width=_PIPE_WIDTH)
 
 
 def table(*columns: str, numeric: Sequence[str] = ()) -> Table:
@@ -114,11 +123,15 @@ def check_json_path(path: Path | None) -> None:
     """Refuses a file that can't be written, before the work whose result it is to hold."""
     if path is None:
         return
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name that is too long, say
+        raise UserError(f"--json {path} can't be written ({error.strerror or error}): give another name") from None
     if path.is_dir():
         raise UserError(f"--json {path} is a directory: give a file's name")
     if not path.parent.is_dir():
         raise UserError(f"--json {path}: there is no directory {path.parent}: make it, or give another name")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path if exists else path.parent, os.W_OK):
         raise UserError(f"--json {path} can't be written: give a name in a directory that you may write to")
 
 

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import os
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from tilegym_mamba2.testing.oracle import oracle_scan
 def layer_inputs(
     model: Model | str,
     seqlen: int,
-    text: str | bytes,
+    text: str | bytes | os.PathLike[str],
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -33,16 +35,19 @@ def layer_inputs(
 
     Args:
         model: a model, or its name in `tilegym_mamba2.models.MODELS`.
-        text: not empty; a file's content, say.
+        text: not empty; or a `pathlib.Path`, for that file's content.
         dtype: of the activations x, dt, B and C; the parameters are float32 (float64 if it is that).
 
     Returns:
         The keyword arguments of `mamba_chunk_scan_combined`, for a batch of one.
     """
     model = find_model(model) if isinstance(model, str) else model
-    content = text.encode() if isinstance(text, str) else text
+    if isinstance(text, os.PathLike):
+        content = Path(text).read_bytes()
+    else:
+        content = text.encode() if isinstance(text, str) else text
     if not content:
-        raise ValueError("text is empty: a layer needs at least one byte")
+        raise ValueError(f"text is empty ({text!r}): a layer needs at least one byte")
     generator = torch.Generator().manual_seed(seed)
     inner, groups = model.nheads * model.headdim, model.ngroups * model.dstate
     residual, conv_channels = max(inner // 2, 1), inner + 2 * groups

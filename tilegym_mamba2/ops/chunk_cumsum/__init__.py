@@ -61,7 +61,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     problem = chunk_cumsum_problem(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit)
     implementation = registry.select("chunk_cumsum", problem, backend)
-    return implementation.run(problem, dt, A, chunk_size, dt_bias, dt_softplus, dt_limit)
+    return implementation.run(problem, dt, A, problem.chunk_size, dt_bias, dt_softplus, dt_limit)
 
 
 def _fake(dt: Tensor, A: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

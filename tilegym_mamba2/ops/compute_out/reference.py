@@ -46,7 +46,8 @@ def compute_out(
         visible = (position[:, None] >= position) & (position >= start[..., None])
         visible = visible[:, None, None]
 
-        decay = torch.where(visible, a[..., :, None] - a[..., None, :], -torch.inf).to(compute).exp()
+        # In place: it is the largest tensor, and in float64 where A is.
+        decay = (a[..., :, None] - a[..., None, :]).masked_fill_(~visible, -torch.inf).to(compute).exp()
         weight = torch.where(visible, (C_chunk @ B_chunk.mT)[:, :, None] * decay * d[..., None, :], 0)
         finite = x_heads.isfinite()
         y = weight @ torch.where(finite, x_heads, 0)

@@ -79,7 +79,7 @@ def _run(
         rest = initial_states.new_zeros(max(problem.nseq - 1, 0), *initial_states.shape[1:])
         initial_states = torch.cat([initial_states, rest])[: problem.nseq]
     return implementation.run(
-        problem, x, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
+        problem, x, dt, A, B, C, problem.chunk_size, D, z, dt_bias, initial_states, seq_idx, cu_seqlens, dt_softplus,
         dt_limit, state_dtype,
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """mamba_chunk_scan in plain torch: the definition of correct, as precise as its inputs allow.
 
 The stages run with A in float64, so that the exponents, differences of cumulative sums that may be large, keep
-float32 precision; and with chunks of at least 64 tokens, so that the states stored at chunk entries stay small.
+float32 precision; and with chunks of at least (headdim + dstate) / 2 tokens, so that the states stored at chunk entries
+take no more memory than the inputs, but not longer than the row, which would only be padded.
 Neither changes what is computed: the result does not depend on the chunk size.
 """
 
@@ -10,8 +11,6 @@ from torch import Tensor
 
 from tilegym_mamba2.ops.mamba_chunk_scan import compose
 from tilegym_mamba2.registry import register
-
-_LEAST_CHUNK = 64
 
 
 @register("mamba_chunk_scan", "torch-reference", differentiable=True)
@@ -32,7 +31,8 @@ def mamba_chunk_scan(
     dt_limit: tuple[float, float],
     state_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    chunk_size = max(min(chunk_size, x.shape[1]), (x.shape[3] + B.shape[3]) // 2)
     return compose(
-        "torch-reference", x, dt, A.double(), B, C, max(chunk_size, _LEAST_CHUNK), D, z, dt_bias, initial_states,
-        seq_idx, cu_seqlens, dt_softplus, dt_limit, state_dtype,
+        "torch-reference", x, dt, A.double(), B, C, chunk_size, D, z, dt_bias, initial_states, seq_idx,
+        cu_seqlens, dt_softplus, dt_limit, state_dtype,
     )  # fmt: skip
