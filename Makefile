@@ -1,6 +1,6 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-BACKENDS = torch-reference
+BACKENDS = cutile,triton,torch-reference
 
 run: .venv/run; .venv/bin/python -m tilegym_mamba2 run --model mamba2-130m --seqlen 2048
 test: .venv/test; .venv/bin/python -m pytest -n 2 --require-backends=$(BACKENDS)

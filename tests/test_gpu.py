@@ -78,15 +78,17 @@ def test_grid_axes(backend, shape):
     rows = {
         name: torch.randn(batch, *inputs[name].shape[1:], device="cuda").to(torch.bfloat16) for name in ("x", "B", "C")
     }
+    inputs["dt"] -= 2  # steps of one size, or the few long ones would make up the norm
     rows["dt"] = inputs["dt"].expand(batch, -1, -1)
     out, final = scan(inputs, backend, **rows)
-    for row in (0, batch // 2, batch - 1):
-        heads = slice(max(nheads - 4, 0), nheads)
-        one = {name: value[row : row + 1] for name, value in rows.items()}
-        one.update(x=one["x"][:, :, heads], dt=one["dt"][:, :, heads])
-        one.update({name: inputs[name][heads] for name in ("A", "D", "dt_bias")})
-        want = oracle_scan(**{**inputs, **one})
-        assert_equals_oracle((out[row : row + 1, :, heads], final[row : row + 1, heads]), want)
+    # The first, the middle and the last programs; so many values that rounding averages out.
+    few = max(1, 512 // seqlen)
+    picked = sorted({row % batch for start in (0, batch // 2, batch - few) for row in range(start, start + few)})
+    heads = slice(max(nheads - 8, 0), nheads)
+    part = {name: value[picked] for name, value in rows.items()}
+    part.update(x=part["x"][:, :, heads], dt=part["dt"][:, :, heads])
+    part.update({name: inputs[name][heads] for name in ("A", "D", "dt_bias")})
+    assert_equals_oracle((out[picked][:, :, heads], final[picked][:, heads]), oracle_scan(**{**inputs, **part}))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
