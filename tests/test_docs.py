@@ -54,7 +54,10 @@ def call(*command: str, cwd: Path, **changes: str) -> str:
 # The README's code
 
 
-EXAMPLES = [block for block in blocks("python") if not block.startswith("# plain_backend.py")]
+INTEGRATIONS = [block for block in blocks("python") if "tilegym_mamba2.integrations" in block]
+EXAMPLES = [
+    block for block in blocks("python") if not block.startswith("# plain_backend.py") and block not in INTEGRATIONS
+]
 COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("tilegym-mamba2 ")]
 
 
@@ -73,6 +76,34 @@ assert relative_error(final_states, want_final) <= budget(x.dtype)
     printed = call(sys.executable, str(program), cwd=tmp_path)
     assert "['torch-reference']" in printed
     assert "TILEGYM_MAMBA2_CUTILE_INTERPRET=1" in printed
+
+
+def test_integrations_do_what_they_say(tmp_path: Path):
+    assert len(INTEGRATIONS) == 2
+    family = "transformers.models.mamba2.modeling_mamba2"
+    checks = {
+        "integration.disable()": f"""
+from {family} import mamba2_chunk_scan
+kept = [mamba2_chunk_scan]
+assert mamba2_chunk_scan.__module__.startswith("transformers"), "disable() restores"
+with integration.enable("torch-reference") as enabled:
+    assert "{family}.mamba2_chunk_scan" in enabled.names
+    from {family} import mamba2_chunk_scan
+    assert mamba2_chunk_scan is not kept[0]
+assert mamba2_chunk_scan is kept[0]
+""",
+        "mamba_ssm.withdraw()": """
+import torch
+x = torch.ones(1, 3, 1, 2)
+out = mamba_chunk_scan_combined(x, x[..., 0], torch.zeros(1), x, x, 2)
+assert torch.equal(out, torch.tensor([2.0, 4.0, 6.0])[:, None, None].expand_as(x))
+""",
+    }
+    for block, (end, check) in zip(INTEGRATIONS, checks.items(), strict=True):
+        assert block.rstrip().endswith(end)
+        program = tmp_path / "program.py"
+        program.write_text(block + check)
+        call(sys.executable, str(program), cwd=tmp_path, PYTHONWARNINGS="default")
 
 
 def test_the_first_example_is_short():
