@@ -10,6 +10,7 @@ import torch
 
 import tilegym_mamba2
 from tilegym_mamba2 import registry
+from tilegym_mamba2.problem import Problem, scan_problem
 from tilegym_mamba2.testing import DECODE_PROBLEMS, PROBLEMS, op_inputs
 from tilegym_mamba2.testing.running import OPS
 
@@ -315,3 +316,31 @@ def test_right_use_reaches_the_backend(op: str, launches: list[str]) -> None:
 def test_unknown_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="chunk"):
         tilegym_mamba2.mamba_chunk_scan_combined(**valid(SCAN), chunks=4)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_valid_call_off_the_cpu_is_validated_once_and_a_wrong_one_every_time() -> None:
+    """On a GPU problems are remembered by all that validation looks at; "meta" stands for one here."""
+    x = torch.empty(1, 8, 2, 4, device="meta")
+    dt, A, B = (torch.empty(shape, device="meta") for shape in ((1, 8, 2), (2,), (1, 8, 1, 3)))
+
+    def validated(x: Any = x, chunk_size: Any = 1, softplus: Any = True, dt_limit: Any = (0.0, 1.0)) -> Problem:
+        return scan_problem(x, dt, A, B, B, chunk_size, *(None,) * 6, softplus, dt_limit, None)
+
+    assert validated() is validated()
+    assert validated(chunk_size=2).chunk_size == 2
+    assert validated(x=x.half()).dtypes["x"] == torch.float16
+    assert validated(x=x.clone().requires_grad_()).differentiated_argument == "x"
+    with torch.no_grad():
+        assert validated(x=x.clone().requires_grad_()).differentiated_argument is None
+    assert validated(dt_limit=[0.0, 1.0]).seqlen == 8  # can't be hashed
+    wrong: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("chunk_size", {"chunk_size": True}),
+        ("dt_softplus", {"softplus": 1}),
+        ("dt_limit", {"dt_limit": (False, True)}),
+        ("dt has shape", {"x": x[:, :7]}),
+        ("x must be", {"x": None}),
+    )
+    for message, changes in wrong:
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=message):
+                validated(**changes)

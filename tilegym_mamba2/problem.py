@@ -6,10 +6,10 @@ Every op's call becomes a `Problem` before any work starts. Kernels rely on it a
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -195,6 +195,44 @@ def nchunks_of(seqlen: int, chunk_size: int) -> int:
     return -(-seqlen // chunk_size)
 
 
+_Validate = TypeVar("_Validate", bound=Callable[..., Problem])
+_remembered: dict[Any, Problem] = {}
+_MOST_REMEMBERED = 4096
+
+
+def _remembers(validate: _Validate) -> _Validate:
+    """Decorator: on a GPU, where host time counts and no values are read, a valid call is validated once."""
+
+    @wraps(validate)
+    def remembering(*arguments: Any) -> Problem:
+        first = arguments[0]
+        if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "cpu":
+            return validate(*arguments)
+        key = (validate, torch.is_grad_enabled(), *map(_signature, arguments))
+        try:
+            problem = _remembered.get(key)
+        except TypeError:  # an argument that can't be hashed
+            return validate(*arguments)
+        if problem is None:
+            problem = validate(*arguments)
+            if len(_remembered) >= _MOST_REMEMBERED:
+                _remembered.clear()
+            _remembered[key] = problem
+        return problem
+
+    return cast(Any, remembering)
+
+
+def _signature(value: Any) -> Any:
+    """All of an argument that validation looks at; types tell equal values such as 1 and True apart."""
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.dtype, value.device, value.layout, value.requires_grad
+    if isinstance(value, tuple):
+        return tuple(map(_signature, cast(Any, value)))
+    return type(value), value
+
+
+@_remembers
 def chunk_cumsum_problem(dt: Any, A: Any, chunk_size: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any) -> Problem:
     """Validates a call of `chunk_cumsum`."""
     call = Call("chunk_cumsum")
@@ -227,6 +265,7 @@ def _bind_chunked(call: Call, x: Any, B: Any, dt_out: Any, dA_cumsum: Any, seq_i
     call.bind("seq_idx", seq_idx, "batch seqlen", dtypes=_INTEGERS, optional=True)
 
 
+@_remembers
 def fwd_pass_state_problem(
     x: Any, B: Any, dt_out: Any, dA_cumsum: Any, initial_states: Any, seq_idx: Any, state_dtype: Any
 ) -> Problem:
@@ -238,6 +277,7 @@ def fwd_pass_state_problem(
     return call.problem()
 
 
+@_remembers
 def compute_out_problem(
     x: Any, B: Any, C: Any, dt_out: Any, dA_cumsum: Any, states: Any, D: Any, z: Any, seq_idx: Any
 ) -> Problem:
@@ -251,6 +291,7 @@ def compute_out_problem(
     return call.problem()
 
 
+@_remembers
 def scan_problem(
     x: Any,
     dt: Any,
