@@ -99,6 +99,17 @@ def test_grid_axes(backend, shape):
     assert_equals_oracle((out[picked][:, :, heads], final[picked][:, heads]), oracle_scan(**{**inputs, **part}))
 
 
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("D", ["heads", None])
+@pytest.mark.parametrize("decay", [(1e-3, 50.0), (1e-3, 1e-2), (1e-2, 1e-1), (1.0, 50.0)], ids=str)
+def test_rounding_of_bfloat16_operands(backend, D, decay):
+    """Real bfloat16 products, at a model's sizes: without D nothing exact outweighs the rounding of a long memory."""
+    inputs = make_inputs(
+        torch.bfloat16, "cuda", seqlen=512, nheads=8, headdim=64, ngroups=1, dstate=128, decay=decay, D=D
+    )
+    assert_equals_oracle(scan(inputs, backend), oracle_scan(**inputs))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_side_stream(backend):
     """The work goes to the current stream: it waits for what that stream does first."""

@@ -45,8 +45,8 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 CALLS_OF = {
     "sm_90": tuple(CALLS),
-    "sm_100": ("bfloat16", "float16"),
-    "gfx942": ("bfloat16", "float16"),
+    "sm_100": ("bfloat16", "packed", "float16"),
+    "gfx942": ("bfloat16", "packed", "float16"),
 }
 # These three differ from others in the fused forward alone.
 SCAN_CALLS = ("packed", "tf32", "wide_state")

@@ -1,0 +1,113 @@
+"""What the Triton kernels of the fused forward share: the vectors of a block, its tiles, and its step of the state."""
+
+import triton
+import triton.language as tl
+
+from tilegym_mamba2.backends._triton_math import advance_state
+
+# With float16 products the state is kept this much larger, so that small ones don't lose bits to its small range.
+FLOAT16_SCALE = tl.constexpr(32.0)
+
+# The vectors of a block, in the order in which they are stored.
+SUM_LOG2 = tl.constexpr(0)  # a
+FROM_ENTRY = tl.constexpr(1)  # exp(a), 0 for tokens that the state at the block's entry does not reach
+TO_EXIT = tl.constexpr(2)  # exp(a[last] - a) * d, 0 for tokens that do not reach the block's exit
+TIME_STEP = tl.constexpr(3)  # d
+SUM_LOG2_LOW = tl.constexpr(4)  # with SPLIT_SUM, what the rounding of a leaves
+VECTORS = 5
+
+
+@triton.jit
+def slots_of_sequence(cu_seqlens_ptr, sequence, seqlen, nslots_row, BLOCK_CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """A sequence's batch row, first token in it, length, first slot and number of slots."""
+    if PACKED:
+        begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64) - begin).to(tl.int32)
+        row = tl.zeros((), tl.int64)
+        slot = begin // BLOCK_CHUNK + sequence
+        nslots = tl.cdiv(length, BLOCK_CHUNK)
+    else:
+        begin = tl.zeros((), tl.int64)
+        length = seqlen
+        row = sequence.to(tl.int64)
+        slot = row * nslots_row
+        nslots = nslots_row
+    return row, begin, length, slot, nslots
+
+
+@triton.jit
+def tile_source(
+    ptr,
+    length,
+    stride_token,
+    NCOLUMNS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """What `load_tile` reads tokens from: a tensor descriptor, or the pointer itself."""
+    if USE_TMA:
+        source = tl.make_tensor_descriptor(
+            ptr, shape=[length, NCOLUMNS], strides=[stride_token, 1], block_shape=[BLOCK_TOKENS, BLOCK_COLUMNS]
+        )
+    else:
+        source = ptr
+    return source
+
+
+@triton.jit
+def load_tile(
+    source,
+    first,
+    stop,
+    column,
+    stride_token,
+    stride_column,
+    NCOLUMNS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """(BLOCK_TOKENS, BLOCK_COLUMNS) elements from token `first` on, 0 beyond `stop` and NCOLUMNS."""
+    if USE_TMA:
+        tile = source.load([first, column])
+    else:
+        tokens = tl.arange(0, BLOCK_TOKENS)
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        if WIDE:
+            offsets = tokens[:, None] * stride_token + columns[None, :] * stride_column
+        else:
+            offsets = tokens[:, None] * stride_token.to(tl.int32) + columns[None, :] * stride_column
+        inside = (tokens < stop - first)[:, None]
+        if NCOLUMNS % BLOCK_COLUMNS != 0:
+            inside = inside & (columns < NCOLUMNS)[None, :]
+        tile = tl.load(source + first * stride_token + offsets, mask=inside, other=0.0)
+    return tile.to(DOT)
+
+
+@triton.jit
+def advance(
+    state,
+    x,
+    B,
+    to_exit,
+    decay,
+    COMPENSATED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`advance_state`; if COMPENSATED, to_exit * x is not rounded to DOT but split into two of it."""
+    if COMPENSATED and not CAREFUL:
+        weighted = tl.trans(x).to(tl.float32) * to_exit[None, :]  # (headdim, block)
+        # Cut off, not rounded as in `advance_state`: then neither operand is made of the other, and the compiler lets
+        # them share a place in shared memory, without which a multiprocessor holds two programs of the segment kernel,
+        # not three.
+        high = (weighted.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+        state = tl.dot((weighted - high).to(DOT), B, state * decay, input_precision=PRECISION)
+        state = tl.dot(high.to(DOT), B, state, input_precision=PRECISION)
+    else:
+        state = advance_state(state, x, B, to_exit, decay, CAREFUL, DOT, PRECISION, COMPENSATED)
+    return state

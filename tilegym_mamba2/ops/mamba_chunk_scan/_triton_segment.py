@@ -1,0 +1,194 @@
+"""The Triton kernel of the fused forward that cuts sequences: what each part of a segment adds to the state.
+
+    H = exp(a[last]) * H + sum(exp(a[last] - a[j]) * d[j] * x[j] (outer) B[j] for j), from H = 0, block after block
+
+A program owns a part, for a head and a tile of the state. x is read again for each tile of dstate, B for each head and
+tile of headdim.
+"""
+
+import triton
+import triton.language as tl
+
+from tilegym_mamba2.backends._triton_math import is_finite
+from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import (
+    FLOAT16_SCALE,
+    TO_EXIT,
+    advance,
+    load_tile,
+    slots_of_sequence,
+    tile_source,
+)
+
+
+@triton.jit
+def _part(nslots, nsegments, nparts_segment, index):
+    """The slots of part `index`, relative to the sequence: segments of equal size are cut into parts of equal size."""
+    segment_slots = tl.cdiv(nslots, nsegments)
+    part_slots = tl.cdiv(segment_slots, nparts_segment)
+    segment = index // nparts_segment
+    first = segment * segment_slots + (index % nparts_segment) * part_slots
+    stop = tl.minimum(tl.minimum(first + part_slots, (segment + 1) * segment_slots), nslots)
+    return first, stop
+
+
+@triton.jit
+def _sum_part(
+    state,
+    part_first,
+    part_stop,
+    x_source,
+    B_source,
+    vectors_ptr,
+    exit_ptr,
+    slot,
+    length,
+    nheads,
+    head,
+    headdim_first,
+    dstate_first,
+    x_token,
+    B_token,
+    stride_x_headdim,
+    stride_B_dstate,
+    HEADDIM: tl.constexpr,
+    DSTATE: tl.constexpr,
+    NVECTORS: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+    BLOCK_HEADDIM: tl.constexpr,
+    BLOCK_DSTATE: tl.constexpr,
+    PAIR: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    WIDE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """What slots part_first to part_stop make of a state, and the decay over them; a step takes PAIR slots, 1 or 2."""
+    STEP: tl.constexpr = PAIR * BLOCK_CHUNK
+    position = tl.arange(0, STEP)
+    total_decay = 1.0
+    for c in tl.range(part_first, part_stop, PAIR, num_stages=NUM_STAGES):
+        x = load_tile(
+            x_source, c * BLOCK_CHUNK, length, headdim_first, x_token, stride_x_headdim, HEADDIM, STEP, BLOCK_HEADDIM,
+            USE_TMA, WIDE, DOT,
+        )  # (step, headdim)  # fmt: skip
+        B = load_tile(
+            B_source, c * BLOCK_CHUNK, length, dstate_first, B_token, stride_B_dstate, DSTATE, STEP, BLOCK_DSTATE,
+            USE_TMA, WIDE, DOT,
+        )  # (step, dstate)  # fmt: skip
+        block = (slot + c) * nheads + head
+        decay = tl.load(exit_ptr + block)
+        offsets = (position // BLOCK_CHUNK * nheads * NVECTORS + TO_EXIT) * BLOCK_CHUNK + position % BLOCK_CHUNK
+        vectors = vectors_ptr + block * (NVECTORS * BLOCK_CHUNK)
+        if PAIR == 2:
+            last = (part_stop - c) * BLOCK_CHUNK
+            to_exit = tl.load(vectors + offsets, mask=position < last, other=0.0)  # (step,)
+            second = tl.load(exit_ptr + block + nheads, mask=c + 1 < part_stop, other=1.0)
+            later = tl.where(position < BLOCK_CHUNK, second, 1.0)
+            to_exit = tl.where(later == 0.0, 0.0, to_exit * later)
+            decay *= second
+        else:
+            to_exit = tl.load(vectors + offsets)  # (step,)
+        if tl.float16 == DOT:
+            to_exit *= FLOAT16_SCALE
+        state = advance(state, x, B, to_exit, decay, COMPENSATED, CAREFUL, DOT, PRECISION)
+        total_decay *= decay
+    return state, total_decay
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seqlen", "nheads", "heads_per_group", "nslots_row", "nsegments", "nparts_segment",
+        "nparts", "first_pair", "npairs", "stride_x_batch", "stride_x_token", "stride_x_head", "stride_B_batch",
+        "stride_B_token", "stride_B_group",
+    ]
+)  # fmt: skip
+def _scan_segment_kernel(
+    x_ptr,
+    B_ptr,
+    cu_seqlens_ptr,
+    vectors_ptr,
+    exit_ptr,
+    part_states_ptr,
+    part_decay_ptr,
+    seqlen: tl.int32,
+    nheads: tl.int32,
+    heads_per_group: tl.int32,
+    nslots_row: tl.int32,
+    nsegments: tl.int32,
+    nparts_segment: tl.int32,
+    nparts: tl.int32,
+    first_pair: tl.int32,
+    npairs: tl.int32,
+    stride_x_batch: tl.int64,
+    stride_x_token: tl.int64,
+    stride_x_head: tl.int64,
+    stride_B_batch: tl.int64,
+    stride_B_token: tl.int64,
+    stride_B_group: tl.int64,
+    stride_x_headdim,
+    stride_B_dstate,
+    HEADDIM: tl.constexpr,
+    DSTATE: tl.constexpr,
+    NVECTORS: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+    BLOCK_HEADDIM: tl.constexpr,
+    BLOCK_DSTATE: tl.constexpr,
+    PAIR: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    nblocks_headdim = tl.cdiv(HEADDIM, BLOCK_HEADDIM)
+    nblocks_dstate = tl.cdiv(DSTATE, BLOCK_DSTATE)
+    program = tl.program_id(0)
+    dstate_first = (program % nblocks_dstate) * BLOCK_DSTATE
+    program = program // nblocks_dstate
+    headdim_first = (program % nblocks_headdim) * BLOCK_HEADDIM
+    program = program // nblocks_headdim
+    index = program // npairs
+    pair = program % npairs
+    sequence = (first_pair + pair) // nheads
+    head = (first_pair + pair) % nheads
+    row, begin, length, slot, nslots = slots_of_sequence(
+        cu_seqlens_ptr, sequence, seqlen, nslots_row, BLOCK_CHUNK, cu_seqlens_ptr is not None
+    )
+    part_first, part_stop = _part(nslots, nsegments, nparts_segment, index)
+
+    x_token = stride_x_token * UNIT
+    B_token = stride_B_token * UNIT
+    group = head // heads_per_group
+    x_base = x_ptr + row * (stride_x_batch * UNIT) + begin * x_token + head.to(tl.int64) * (stride_x_head * UNIT)
+    B_base = B_ptr + row * (stride_B_batch * UNIT) + begin * B_token + group.to(tl.int64) * (stride_B_group * UNIT)
+    x_source = tile_source(x_base, length, x_token, HEADDIM, PAIR * BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
+    B_source = tile_source(B_base, length, B_token, DSTATE, PAIR * BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
+    state = tl.zeros((BLOCK_HEADDIM, BLOCK_DSTATE), tl.float32)  # (headdim, dstate)
+    state, decay = _sum_part(
+        state, part_first, part_stop, x_source, B_source, vectors_ptr, exit_ptr, slot, length, nheads, head,
+        headdim_first, dstate_first, x_token, B_token, stride_x_headdim, stride_B_dstate, HEADDIM, DSTATE, NVECTORS,
+        BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, PAIR, COMPENSATED, WIDE, USE_TMA, DOT, PRECISION, NUM_STAGES, False,
+    )  # fmt: skip
+    if tl.min(is_finite(state).to(tl.int32)) == 0:
+        state = tl.zeros((BLOCK_HEADDIM, BLOCK_DSTATE), tl.float32)
+        state, decay = _sum_part(
+            state, part_first, part_stop, x_source, B_source, vectors_ptr, exit_ptr, slot, length, nheads, head,
+            headdim_first, dstate_first, x_token, B_token, stride_x_headdim, stride_B_dstate, HEADDIM, DSTATE,
+            NVECTORS, BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, PAIR, COMPENSATED, WIDE, USE_TMA, DOT, PRECISION, 1,
+            True,
+        )  # fmt: skip
+    if tl.float16 == DOT:
+        state *= 1.0 / FLOAT16_SCALE
+
+    part = pair.to(tl.int64) * nparts + index
+    headdims = headdim_first + tl.arange(0, BLOCK_HEADDIM)
+    dstates = dstate_first + tl.arange(0, BLOCK_DSTATE)
+    inside = (headdims < HEADDIM)[:, None] & (dstates < DSTATE)[None, :]
+    offsets = headdims[:, None] * DSTATE + dstates[None, :]
+    tl.store(part_states_ptr + part * (HEADDIM * DSTATE) + offsets, state, mask=inside)
+    tl.store(part_decay_ptr + part, decay)
