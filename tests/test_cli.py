@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -348,19 +349,26 @@ def test_interrupt(plugins: dict[str, str], tmp_path: Path, on_terminal: bool):
     variables = environment(**{**plugins, "NAP": "100", "MARKER": str(marker), "TERM": "xterm"})
     terminal_end, process_end = pty.openpty()
     streams = process_end if on_terminal else subprocess.PIPE
-    with subprocess.Popen([*COMMAND, *SLOW], env=variables, stdout=streams, stderr=streams) as process:
-        deadline = time.monotonic() + 120
-        while not marker.exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(1.5 if on_terminal else 0.2)  # on a terminal: once the bar is there
-        process.send_signal(signal.SIGINT)
-        if on_terminal:
-            process.wait(timeout=60)
-            stderr = os.read(terminal_end, 65536).decode()
-        else:
-            stderr = process.communicate(timeout=60)[1].decode()
+    # Whoever runs the tests may ignore interrupts, and children inherit that.
+    heed_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        [*COMMAND, *SLOW], env=variables, stdout=streams, stderr=streams, preexec_fn=heed_interrupts
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not marker.exists():
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            time.sleep(1.5 if on_terminal else 0.2)  # on a terminal: once the bar is there
+            process.send_signal(signal.SIGINT)
+            if on_terminal:
+                process.wait(timeout=60)
+                stderr = os.read(terminal_end, 65536).decode()
+            else:
+                stderr = process.communicate(timeout=60)[1].decode()
+        finally:
+            process.kill()
     os.close(process_end)
     os.close(terminal_end)
     assert process.returncode == 130, stderr
