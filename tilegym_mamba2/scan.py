@@ -41,7 +41,7 @@ def mamba_chunk_scan_combined(
     Args:
         x: (batch, seqlen, nheads, headdim), bfloat16, float16, float32 or (torch-reference only) float64.
         dt: (batch, seqlen, nheads), time steps before bias and softplus.
-        A: (nheads,), decay rates, usually negative.
+        A: (nheads,), decay rates, at most 0: cutile bounds every decay by 1.
         B, C: (batch, seqlen, ngroups, dstate); ngroups divides nheads.
         chunk_size: tokens per chunk, at least 1.
         D: (nheads,) or (nheads, headdim), the skip connection.
