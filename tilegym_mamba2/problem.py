@@ -65,6 +65,16 @@ class Problem:
         return final_states + sum(sizes[name] * dtype.itemsize for name, dtype in self.dtypes.items() if name in sizes)
 
 
+def float64_reason(problem: Problem, converted: str = "initial_states") -> str | None:
+    """Why kernels that compute in float32 can't do a problem: a float64 argument, but for the one that they convert."""
+    for name, dtype in problem.dtypes.items():
+        if dtype == torch.float64 and name != converted:
+            return (
+                f"{name} is float64, and its kernels compute in float32: convert it, or use backend='torch-reference'"
+            )
+    return None
+
+
 @cache
 def _dims(layout: str) -> tuple[str, ...]:
     return tuple(layout.split())

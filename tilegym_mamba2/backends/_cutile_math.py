@@ -1,7 +1,6 @@
 """What the cuTile kernels share: device functions, and how a call is split into tiles."""
 
 import math
-from typing import Any
 
 import cuda.tile as ct
 import torch
@@ -24,16 +23,6 @@ def operand_type(*tensors: torch.Tensor) -> int:
     # TF32 holds every bfloat16 and float16 exactly.
     exact = torch.float32 not in dtypes or torch.get_float32_matmul_precision() != "highest"
     return TFLOAT32 if exact else FLOAT32
-
-
-def float64_reason(problem: Any) -> str | None:
-    """Why the kernels can't do a problem: float64 anywhere but in initial states would lose precision."""
-    for name, dtype in problem.dtypes.items():
-        if dtype == torch.float64 and name != "initial_states":
-            return (
-                f"{name} is float64, and its kernels compute in float32: convert it, or use backend='torch-reference'"
-            )
-    return None
 
 
 def run_index(seq_idx: torch.Tensor) -> torch.Tensor:

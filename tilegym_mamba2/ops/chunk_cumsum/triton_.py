@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilegym_mamba2.backends import triton as backend
 from tilegym_mamba2.backends._triton_math import time_step
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 
@@ -74,14 +75,7 @@ def _chunk_cumsum_kernel(
         total += tl.sum(dA, axis=0)
 
 
-def _why_not(problem: Any) -> str | None:
-    for name, dtype in problem.dtypes.items():
-        if dtype == torch.float64:
-            return f"{name} is float64, the kernel computes in float32"
-    return None
-
-
-@register("chunk_cumsum", "triton", supports=_why_not)
+@register("chunk_cumsum", "triton", supports=float64_reason)
 def chunk_cumsum(
     dt: Tensor,
     A: Tensor,

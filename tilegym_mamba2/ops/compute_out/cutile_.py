@@ -23,7 +23,6 @@ from tilegym_mamba2.backends._cutile_math import (
     LOG2E,
     TFLOAT32,
     as_operand,
-    float64_reason,
     load_runs,
     load_tokens,
     operand_type,
@@ -32,6 +31,7 @@ from tilegym_mamba2.backends._cutile_math import (
     silu,
 )
 from tilegym_mamba2.backends.cutile import DeviceInfo, Hints, choose, device_info, launch
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 _NEVER = 2**30  # past any row of a chunk

@@ -11,6 +11,7 @@ C and B are computed again for every head of the group.
 """
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from tilegym_mamba2.backends import triton as backend
 from tilegym_mamba2.backends._triton_math import changes_at, is_finite, silu
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 
@@ -194,14 +196,7 @@ def _compute_out_kernel(
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def _why_not(problem: Any) -> str | None:
-    for name, dtype in problem.dtypes.items():
-        if dtype == torch.float64 and name != "states":
-            return f"{name} is float64, the kernel computes in float32"
-    return None
-
-
-@register("compute_out", "triton", supports=_why_not)
+@register("compute_out", "triton", supports=partial(float64_reason, converted="states"))
 def compute_out(
     x: Tensor,
     B: Tensor,

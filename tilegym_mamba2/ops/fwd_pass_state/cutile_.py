@@ -22,7 +22,6 @@ from tilegym_mamba2.backends._cutile_math import (
     LOG2E,
     TFLOAT32,
     as_operand,
-    float64_reason,
     load_runs,
     load_tokens,
     operand_type,
@@ -30,6 +29,7 @@ from tilegym_mamba2.backends._cutile_math import (
     run_index,
 )
 from tilegym_mamba2.backends.cutile import DeviceInfo, Hints, choose, device_info, launch
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilegym_mamba2.backends import triton as backend
 from tilegym_mamba2.backends._triton_math import advance_state, changes_at
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 
@@ -138,14 +139,7 @@ def _fwd_pass_state_kernel(
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def _why_not(problem: Any) -> str | None:
-    for name, dtype in problem.dtypes.items():
-        if dtype == torch.float64 and name != "initial_states":
-            return f"{name} is float64, the kernel computes in float32"
-    return None
-
-
-@register("fwd_pass_state", "triton", supports=_why_not)
+@register("fwd_pass_state", "triton", supports=float64_reason)
 def fwd_pass_state(
     x: Tensor,
     B: Tensor,

@@ -33,13 +33,13 @@ from tilegym_mamba2.backends._cutile_math import (
     FLOAT16,
     FLOAT32,
     TFLOAT32,
-    float64_reason,
     operand_type,
     power_of_two,
     run_index,
 )
 from tilegym_mamba2.backends.cutile import Hints, choose, device_info, launch
 from tilegym_mamba2.ops.mamba_chunk_scan import _cutile_kernels as kernels
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 _CHUNK = kernels.CHUNK

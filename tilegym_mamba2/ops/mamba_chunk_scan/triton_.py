@@ -33,6 +33,7 @@ from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import VECTORS
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_output import _scan_output_kernel
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_prepare import _scan_prepare_kernel
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_segment import _scan_segment_kernel
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 _LARGEST_DSTATE = 1024
@@ -128,12 +129,9 @@ class _Plan(NamedTuple):
 
 
 def _why_not(problem: Any) -> str | None:
-    for name, dtype in problem.dtypes.items():
-        if dtype == torch.float64 and name != "initial_states":
-            return f"{name} is float64, the kernels compute in float32 at most"
     if problem.dstate > _LARGEST_DSTATE:
         return f"B has dstate={problem.dstate}, the kernels hold {_LARGEST_DSTATE} at most"
-    return None
+    return float64_reason(problem)
 
 
 @register("mamba_chunk_scan", "triton", supports=_why_not)

@@ -14,8 +14,9 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from tilegym_mamba2.backends._cutile_math import LOG2E, float64_reason, power_of_two, silu, softplus
+from tilegym_mamba2.backends._cutile_math import LOG2E, power_of_two, silu, softplus
 from tilegym_mamba2.backends.cutile import Hints, choose, launch
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilegym_mamba2.backends import triton as backend
 from tilegym_mamba2.backends._triton_math import silu, softplus
+from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
 
@@ -137,12 +138,9 @@ _LARGEST_DSTATE = 4096
 
 
 def _why_not(problem: Any) -> str | None:
-    for name, dtype in problem.dtypes.items():
-        if dtype == torch.float64:
-            return f"{name} is float64, the kernel computes in float32"
     if problem.dstate > _LARGEST_DSTATE:
         return f"state has dstate={problem.dstate}, the kernel holds {_LARGEST_DSTATE} at most"
-    return None
+    return float64_reason(problem)
 
 
 @register("selective_state_update", "triton", supports=_why_not)
