@@ -1,12 +1,16 @@
 """Workloads, timing, records, comparison, pictures, and that documents hold no figure that is not in a result file."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +275,7 @@ def test_truth_is_the_recurrence_on_some_heads_too(monkeypatch):
     out, final_states, _ = oracle_scan(**exact)
     assert measure.truth_of(inputs).errors((out, final_states)) < (1e-12, 1e-12)
     for heads in (5, 4, 3, 1):  # more than a group of four heads, one, and less
-        monkeypatch.setattr(measure, "_REFERENCE_BYTES_ON_CPU", heads * 8 * 70 * 16 * 4)
+        monkeypatch.setitem(measure._TRUTH_BYTES, "cpu", heads * 8 * 70 * 16 * 4)
         truth = measure.truth_of(inputs)
         assert truth.heads == min(heads, 4)
         assert max(truth.errors((out, final_states))) < 1e-12
@@ -333,9 +337,9 @@ def test_order_is_there_and_back(monkeypatch):
     assert len(set(passes)) == 3
 
 
-def test_a_hopeless_chunk_size_is_not_tried_again(monkeypatch):
+def test_after_two_workloads_only_good_chunk_sizes_are_tried(monkeypatch):
     bench = measure.Bench(CPU, LIMITS)
-    slow_chunk = {64: 1.0, 128: 2.0}
+    seconds = {64: 1.0, 128: 2.0, 256: 1.5}
 
     class Timed(Made):
         def bind(self, inputs: workloads.Inputs, chunk_size: int) -> timing.Call:
@@ -343,14 +347,83 @@ def test_a_hopeless_chunk_size_is_not_tried_again(monkeypatch):
             self.latest = chunk_size
             return super().bind(inputs, chunk_size)
 
+    Timed.chunk_sizes = (64, 128, 256)
     tried: list[int] = []
     implementation = Timed("one")
-    monkeypatch.setattr(timing.Stopwatch, "replays_for", lambda *_: [slow_chunk[implementation.latest]] * 3)
-    for expected in ([64, 128], [64]):
+    monkeypatch.setattr(timing.Stopwatch, "replays_for", lambda *_: [seconds[implementation.latest]] * 3)
+    small = workloads.Workload("small", 1, 1024, 4, 16, 1, 16)
+    for number, (expected, best) in enumerate([([64, 128, 256], 64), ([64, 128, 256], 256), ([64, 256], 256)], 1):
+        seconds[256] = {64: 1.5, 256: 0.5}[best]
         tried.clear()
-        (found,) = bench.measure(workloads.find_workload("latency-256"), [implementation])
-        assert found.chunk_size == 64
+        (found,) = bench.measure(replace(small, seqlen=1024 * number), [implementation])
+        assert found.chunk_size == best
         assert tried == expected
+    tried.clear()
+    bench.measure(replace(small, dstate=32), [implementation])
+    assert tried == [64, 128, 256]
+
+
+def test_what_differs_in_name_alone_is_measured_once(monkeypatch):
+    bench = measure.Bench(CPU, LIMITS)
+    bound: list[str] = []
+    plain = Made.bind
+
+    def bind(self: Made, inputs: workloads.Inputs, chunk_size: int) -> timing.Call:
+        bound.append(self.name)
+        return plain(self, inputs, chunk_size)
+
+    monkeypatch.setattr(Made, "bind", bind)
+    latency = workloads.find_workload("latency-256")
+    (first,) = bench.measure(latency, [Made("one")])
+    bound.clear()
+    again, other = bench.measure(replace(latency, name="again"), [Made("one"), Made("two")])
+    assert set(bound) == {"two"}
+    assert again == replace(first, workload=replace(first.workload, name="again"))
+    assert (other.implementation, other.workload) == ("two", again.workload)
+    bound.clear()
+    bench.measure(replace(latency, dtype="float16"), [Made("one")])
+    assert set(bound) == {"one"}
+
+
+def test_dtypes_have_their_budget_and_precision(monkeypatch):
+    before = torch.get_float32_matmul_precision()
+    seen: list[tuple[str, torch.dtype]] = []
+
+    class Seen(Made):
+        def bind(self, inputs: workloads.Inputs, chunk_size: int) -> timing.Call:
+            seen.append((torch.get_float32_matmul_precision(), inputs["x"].dtype))
+            return super().bind(inputs, chunk_size)
+
+    off = 1e-4  # within the budgets of float16 and TF32, not within that of float32
+    failed = {}
+    for name in ("float16", "tf32", "float32"):
+        (found,) = measure.Bench(CPU, LIMITS).measure(
+            workloads.find_workload(f"a-2k-{name}"), [Seen("one", factor=1 + off)]
+        )
+        failed[name] = found.failed is not None
+    assert failed == {"float16": False, "tf32": False, "float32": True}
+    assert list(dict.fromkeys(seen)) == [
+        ("highest", torch.float16),
+        ("high", torch.float32),
+        ("highest", torch.float32),
+    ]
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_lost_device_is_said_to_be_lost(monkeypatch):
+    monkeypatch.setattr(measure, "is_usable", lambda device: False)
+    broken = Made("two", fails_at={64: RuntimeError("illegal access")})
+    with pytest.raises(measure.DeviceLostError, match=r"illegal access; the device was lost") as caught:
+        measure.Bench(CPU, LIMITS).measure(workloads.find_workload("latency-256"), [Made("one"), broken])
+    assert caught.value.implementation == "two"
+
+
+def test_it_is_known_where_the_time_went():
+    bench = measure.Bench(CPU, LIMITS)
+    bench.measure(workloads.find_workload("latency-256"), [Made("one")])
+    (spent,) = bench.spent.values()
+    assert set(spent) == {"inputs and float64", "one", "timing", "host time and memory"}
+    assert spent["one"] > 0
 
 
 def test_noise_is_the_larger_of_passes_apart_and_spread():
@@ -393,14 +466,59 @@ def test_tilegym_says_what_it_can_not_do():
         assert reason in (tilegym.why_not(workloads.find_workload(name), torch.device("cuda")) or "")
 
 
-def test_a_list_of_configurations_is_cut_once():
-    class Module:
-        def configs(self: int) -> list[int]:
-            return list(range(self))
+def test_mamba_ssm_and_tilegym_are_compared_where_their_products_are_alike():
+    for name, workload, compared in (
+        ("mamba_ssm", "a-float16", True),
+        ("mamba_ssm", "a-tf32", True),
+        ("mamba_ssm", "a-float32", False),
+        ("tilegym", "a-float32", True),
+        ("tilegym", "a-tf32", False),
+    ):
+        reason = peers.PEERS[name](asked=True)._why_not_workload(workloads.find_workload(workload))
+        assert (reason is None) == compared
 
+
+def test_a_list_of_configurations_is_cut_to_those_to_keep_and_then_to_those_that_won():
+    module: Any = types.SimpleNamespace(stage_tune_cache={}, stage_configs=lambda size: list(range(size)))
     for _ in range(2):
-        peers._cut(Module, "configs", lambda value: value % 2 == 0)
-        assert Module.configs(5) == [0, 2, 4]
+        peers._cut(module, "stage", "_configs", lambda value: value % 2 == 0)
+    assert module.stage_configs(5) == [0, 2, 4]
+    module.stage_tune_cache["a shape"] = (4, None)
+    assert module.stage_configs(5) == [0, 2, 4]
+    assert module.stage_configs(5) == [4]
+    assert module.stage_configs(size=7) == [0, 2, 4, 6]  # other arguments
+    for _ in range(3):
+        assert module.stage_configs(3) == [0, 2]  # what won is none of these
+
+
+def test_a_kernel_with_equal_hints_is_compiled_once():
+    class Kernel:
+        def replace_hints(self, **hints: int) -> "Kernel":
+            return Kernel()
+
+    kernel = Kernel()
+    for _ in range(2):
+        peers._keep_variants(kernel)
+        assert kernel.replace_hints(occupancy=2) is kernel.replace_hints(occupancy=2)
+    assert kernel.replace_hints(occupancy=2) is not kernel.replace_hints(occupancy=4)
+
+
+def test_tuners_of_imported_triton_kernels_are_brief(monkeypatch):
+    triton = pytest.importorskip("triton")
+
+    @triton.autotune(configs=[triton.Config({}, num_warps=warps) for warps in (1, 2)], key=[])
+    @triton.jit
+    def kernel(pointer):
+        pass
+
+    module = types.ModuleType("made_package.kernels")
+    module.kernel = kernel
+    monkeypatch.setitem(sys.modules, "made_package.kernels", module)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **options: asked.update(options))
+    peers._tune_briefly("made_package")
+    kernel.do_bench(print, quantiles=(0.5,))
+    assert asked == {"warmup": 2, "rep": 10, "quantiles": (0.5,)}
 
 
 # Fresh processes
@@ -425,19 +543,50 @@ def test_a_task_that_fails_or_hangs_has_no_time():
     assert fresh.Task("torch-reference", 64, ("latency-256", "nowhere")).run({}) == [None, None]
     assert fresh.Task("nothing", 64, ("latency-256", "headline")).run({}) == [None, None]
     assert fresh.Task("torch-reference", 64, ("latency-256",)).run({}, seconds_at_most=0.01) == [None]
+    assert not fresh._running
+
+
+def test_compiling_ahead_gives_up_and_says_what_it_took():
+    begun = time.monotonic()
+    found = fresh.compile_ahead(
+        [workloads.find_workload("latency-256")], [peers.find_implementation("torch-reference")], CPU, seconds=0.5
+    )
+    assert list(found) == [
+        "torch-reference 64 latency-256",
+        *(f"torch-reference {size} latency-256" for size in (128, 256)),
+    ]
+    assert time.monotonic() - begun < 10
+
+
+def test_what_runs_is_ended_when_the_caller_stops():
+    started = time.monotonic()
+
+    def sleep(seconds: int) -> int:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"import time; time.sleep({seconds})"], start_new_session=True
+        )
+        fresh._running.add(process)
+        return process.wait()
+
+    results_in_order = fresh._in_parallel(sleep, [0, 100])
+    assert next(results_in_order) == 0
+    results_in_order.close()
+    fresh._running.clear()
+    assert time.monotonic() - started < 50
 
 
 def test_compile_tasks_share_what_compiles_alike():
     searching = Made("searching", peer=True)
     searching.searches_every_shape = True
     compared = [Made("ours"), Made("peer", peer=True), searching]
-    chosen = [workloads.find_workload(name) for name in ("a", "130m", "c", "nano9b")]
+    chosen = [workloads.find_workload(name) for name in ("a", "130m", "c", "nano9b", "headline", "a-float16")]
     tasks = fresh.compile_tasks(chosen, compared, CPU)
+    assert [task.implementation for task in tasks] == sorted((task.implementation for task in tasks), key="ours".__eq__)
     found = {(task.implementation, task.chunk_size, task.workloads) for task in tasks}
     expected = {
-        "ours": [("a", "130m", "c"), ("nano9b",)],
-        "peer": [("a", "c"), ("nano9b",)],
-        "searching": [("a",), ("c",), ("nano9b",)],
+        "ours": [("a", "130m", "c"), ("nano9b",), ("a-float16",)],
+        "peer": [("a", "c"), ("nano9b",), ("a-float16",)],
+        "searching": [("a", "130m", "c"), ("nano9b",), ("a-float16",)],
     }
     assert found == {
         (name, chunk_size, names) for name, several in expected.items() for chunk_size in (64, 128) for names in several
@@ -449,7 +598,7 @@ def test_compile_tasks_share_what_compiles_alike():
 
 def test_results_survive_a_file(tmp_path):
     calls = [fresh.FirstCall("a", "cutile", 3.0, None)]
-    stored = run_of(record(), record("varlen-mixed", failed="no"), first_calls=calls)
+    stored = run_of(record(), record("varlen-mixed", failed="no"), first_calls=calls, spent={"a": {"cutile": 1.5}})
     results.save(stored, tmp_path / "r.json")
     assert results.load(tmp_path / "r.json") == stored
     assert results.load(tmp_path / "r.json").digest() == stored.digest() != run_of(record()).digest()
@@ -508,12 +657,47 @@ def test_numbers_have_three_digits():
     assert [report.three_digits(value) for value in values] == ["0.0123", "1.2e-04", "1.2e-06", "0.987", "1234", "12.0"]
 
 
+def test_host_times_and_memory_are_a_table():
+    ours = record(host_time=2e-4, peak_memory=3 * 2**20)
+    table = report.host(run_of(ours, record(implementation="mamba_ssm")))
+    assert table.columns == (
+        "workload", "cutile: host time", "mamba_ssm: host time", "cutile: memory", "mamba_ssm: memory",
+    )  # fmt: skip
+    assert table.rows == [["a", "200 us", "-", "3.00 MiB", "-"]]
+
+
+def test_speeds_are_in_words():
+    found = run_of(record("c", "triton"), record("c", "tilegym", 2e-4))
+    found.about["versions"] = {"triton": "3", "tilegym": "1.5", "torch": "2"}
+    table = report.speeds(found)
+    assert table.columns == ("", "triton", "tilegym 1.5")
+    assert table.rows == [["1 x 8,192 tokens, 128 heads of 64, 8 groups, dstate 128", "100 us", "200 us"]]
+
+
+def test_tables_show_what_is_named():
+    found = run_of(*[record(name, one) for name in ("b", "a", "a-float16") for one in ("cutile", "mamba_ssm")])
+
+    def shown(*names: str) -> list[tuple[str, str]]:
+        return [(one.workload.name, one.implementation) for one in report.selected(found, names).records]
+
+    assert shown() == [(one.workload.name, one.implementation) for one in found.records]
+    assert shown("a", "b", "cutile") == [("a", "cutile"), ("b", "cutile")]
+    assert shown("b", "mamba_ssm", "cutile") == [("b", "mamba_ssm"), ("b", "cutile")]
+    assert shown("dtypes") == [("a-float16", "cutile"), ("a-float16", "mamba_ssm")]
+    assert shown("mamba_ssm") == [("b", "mamba_ssm"), ("a", "mamba_ssm"), ("a-float16", "mamba_ssm")]
+    with pytest.raises(ValueError, match="'triton' is no workload or sweep"):
+        shown("triton")
+
+
 def test_gains_are_a_grid():
     grid = [("seqlen1024-dstate64", 2e-4), ("seqlen2048-dstate64", 3e-4), ("seqlen2048-dstate128", 4e-4)]
     pairs = [[record(name), record(name, "mamba_ssm", time)] for name, time in grid]
     table = report.gains(run_of(*pairs[0], *pairs[1], *pairs[2]), "cutile", "mamba_ssm")
     assert table.columns == ("dstate", "1,024 tokens", "2,048 tokens")
     assert table.rows == [["64", "2.00x", "3.00x"], ["128", "-", "4.00x"]]
+    faster = record("seqlen2048-dstate128", "triton", 0.5e-4)
+    best = report.gains(run_of(*pairs[0], *pairs[2], faster), "best", "mamba_ssm")
+    assert best.rows == [["64", "2.00x", "-"], ["128", "-", "8.00x"]]
 
 
 def test_figures_of_a_document_come_from_its_file(tmp_path):
@@ -531,10 +715,19 @@ def test_figures_of_a_document_come_from_its_file(tmp_path):
     assert report.bare_figures(made) == []
 
 
-@pytest.mark.parametrize("request_", ["speed r.json a cutile", "time r.json b cutile", "gain r.json a cutile tilegym"])
+def test_figures_may_come_from_several_files(tmp_path):
+    results.save(run_of(record()), tmp_path / "r.json")
+    results.save(run_of(record(implementation="mamba_ssm", time=3e-4)), tmp_path / "s.json")
+    made = report.updated("<!-- figures: gain r.json+s.json a cutile mamba_ssm --><!-- /figures -->", tmp_path)
+    assert ">3.00x<" in made
+
+
+@pytest.mark.parametrize(
+    "request_", ["speed r.json a cutile", "time r.json b cutile", "gain r.json a cutile tilegym", "times r.json models"]
+)
 def test_a_figure_that_no_file_has_is_refused(tmp_path, request_):
     results.save(run_of(record()), tmp_path / "r.json")
-    with pytest.raises(ValueError, match=r"no figures 'speed'|has no (time|gain) of"):
+    with pytest.raises(ValueError, match=r"no figures 'speed'|has no (time|gain|times) of"):
         report.updated(f"<!-- figures: {request_} --><!-- /figures -->", tmp_path)
 
 
@@ -574,6 +767,9 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path):
     found = run_of(*pair, *sweep)
     files = pictures.draw(found, tmp_path / "p.png")
     assert [path.name for path in files] == ["p-time.png", "p-time.svg", "p-gain.png", "p-gain.svg"]
+    model = [record("mamba2-2.7b:8x2048", name) for name in ("triton", "mamba_ssm")]
+    drawn = pictures.draw(run_of(*model, record("a-float16"), record("a-float16", "mamba_ssm")), tmp_path / "m")
+    assert [path.name for path in drawn] == ["m-models.png", "m-models.svg"]
     assert {pictures.digest_in(path) for path in files} == {found.digest()}
     before = [path.read_bytes() for path in files]
     assert [path.read_bytes() for path in pictures.draw(found, tmp_path / "p")] == before
@@ -647,6 +843,35 @@ def test_bench_fails_if_a_backend_is_wrong(command, monkeypatch):
     assert "not measured: wrong: chunk size 64: WrongResultError" in output
 
 
+def test_bench_goes_on_after_a_lost_device(command, monkeypatch, tmp_path):
+    crashing = Made("crashing", fails_at={64: RuntimeError("illegal access")})
+    monkeypatch.setattr(peers, "implementations", lambda *_: [Made("right"), crashing])
+    monkeypatch.setattr(measure, "is_usable", lambda device: False)
+    monkeypatch.setattr(bench_command, "is_usable", lambda device: False)
+    file = tmp_path / "r.json"
+    arguments = ["bench", "--workload", "latency-256", "--json", file, "--resume"]
+    assert command(*arguments)[0] == 3
+    (lost,) = results.load(file).records
+    assert (lost.implementation, lost.broken) == ("crashing", True)
+    assert "the device was lost" in (lost.failed or "")
+    assert command(*arguments)[0] == 1  # the rest is measured, and something is broken
+    assert [one.implementation for one in results.load(file).records] == ["crashing", "right"]
+    before = file.read_bytes()
+    assert command(*arguments)[0] == 1
+    assert [one.time for one in results.load(file).records] == [one["time"] for one in json.loads(before)["records"]]
+
+
+def test_bench_blames_all_for_what_no_one_did(command, monkeypatch, tmp_path):
+    def short_of_memory(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(measure, "truth_of", short_of_memory)
+    file = tmp_path / "r.json"
+    arguments = ["--sweep", "latency", "--backends", "torch-reference,transformers"]
+    assert command("bench", *arguments, "--json", file)[0] == 1
+    assert [one.failed for one in results.load(file).records] == ["RuntimeError: out of memory"] * 4
+
+
 def test_bench_keeps_what_it_has_when_interrupted(command, monkeypatch, tmp_path):
     plain = measure.Bench.measure
 
@@ -676,6 +901,7 @@ def test_bench_begins_nothing_after_its_time(command, tmp_path):
         (["bench", "--sweep", "seqlne"], "no sweep 'seqlne'"),
         (["bench", "--backends", "cutlie"], "no backend or peer 'cutlie'"),
         (["bench", "--json", "/nowhere/r.json"], "there is no directory /nowhere"),
+        (["bench", "--resume"], "--resume needs --json FILE"),
         (["report"], "no result files"),
         (["report", "/nowhere/r.json"], "/nowhere/r.json"),
         (["report", "--update", "/nowhere/README.md"], "/nowhere/README.md"),
@@ -706,6 +932,74 @@ def test_report_prints_markdown_and_updates_documents(command, tmp_path):
     assert status == 0
     assert "| a | 4, 16384, 8, 64, 1, 128 | 40.0 us | 100 us (1.8e-03) | 40 % |" in output
     assert document.read_text() == "<!-- figures: time r.json a cutile -->100 us<!-- /figures -->"
+
+
+# The scripts of bench
+
+
+def test_h200_sh_measures_a_part(tmp_path):
+    shim = tmp_path / "python"
+    shim.write_text('#!/bin/sh\nprintf "%s " "$@" >>"$CALLS"\nexit $(cat "$CALLS.codes")\n')
+    shim.chmod(0o755)
+    calls = tmp_path / "calls"
+    for code, times in ((0, 1), (3, 3)):
+        calls.write_text("")
+        (tmp_path / "calls.codes").write_text(str(code))
+        environment = {**os.environ, "PYTHON": str(shim), "CALLS": str(calls), "SECONDS_AT_MOST": "1000"}
+        done = subprocess.run([ROOT / "bench/h200.sh", tmp_path / "out", "grid"], env=environment, timeout=60)
+        assert done.returncode == code
+        assert (
+            calls.read_text().count("bench --sweep dstate --backends cutile,triton,mamba_ssm,tilegym --resume") == times
+        )
+    assert subprocess.run([ROOT / "bench/h200.sh", tmp_path, "nothing"], stderr=subprocess.PIPE).returncode == 2
+
+
+def test_sweeps_of_h200_sh_exist():
+    named = re.findall(r"--sweep (\w+)", (ROOT / "bench/h200.sh").read_text())
+    assert set(named) <= set(workloads.SWEEPS)
+    assert set(workloads.SWEEPS) - set(named) == {"seqlen"}  # which dstate contains
+
+
+MEMCHECK = """========= COMPUTE-SANITIZER
+========= Invalid __global__ {kind} of size 4 bytes
+=========     at _kernel+0xdb0 in {file}.py:9
+=========     by thread (128,0,0) in block (2,0,0)
+========= ERROR SUMMARY: 130 errors
+"""
+CLEAN = "10 passed in 1.0s\n========= ERROR SUMMARY: 0 errors\n"
+
+
+@pytest.mark.parametrize(
+    ("packed", "checked", "control", "failed"),
+    [
+        (("atomic", "ours"), ("atomic", "control"), "0 failed, 4 passed", []),
+        (("write", "ours"), ("atomic", "control"), "0 failed, 4 passed", ["memcheck-cutile-packed"]),
+        (("atomic", "ours"), None, "0 failed, 4 passed", ["memcheck-cutile-packed"]),
+        (("atomic", "ours"), ("atomic", "control"), "1 failed, 3 passed", ["control", "memcheck-cutile-packed"]),
+        (None, ("atomic", "control"), "0 failed, 4 passed", []),
+    ],
+)
+def test_what_the_control_gets_too_is_no_failure(monkeypatch, tmp_path, capsys, packed, checked, control, failed):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    check_table = importlib.import_module("check_table")
+    outputs = {"memcheck-triton": CLEAN, "memcheck-cutile-packed": CLEAN, "memcheck-control": CLEAN, "control": control}
+    for name, found in (("memcheck-cutile-packed", packed), ("memcheck-control", checked)):
+        if found is not None:
+            outputs[name] = MEMCHECK.format(kind=found[0], file=found[1])
+    for name, output in outputs.items():
+        (tmp_path / f"{name}.txt").write_text(output)
+    status = check_table.main([str(tmp_path / f"{name}.txt") for name in sorted(outputs)])
+    printed = capsys.readouterr().out
+    assert status == bool(failed)
+    assert re.findall("FAILED (.*)", printed) == failed
+    assert ("memcheck-cutile-packed: ERROR SUMMARY: 130 errors; toolchain" in printed) == (
+        packed is not None and not failed
+    )
+    if packed:
+        assert f"Invalid __global__ {packed[0]} of size 4 bytes: ours.py:9" in printed
+    # A report on a backend that the toolchain of the control does not compile.
+    (tmp_path / "memcheck-triton.txt").write_text(MEMCHECK.format(kind="atomic", file="ours"))
+    assert check_table.main([str(tmp_path / f"{name}.txt") for name in sorted(outputs)]) == 1
 
 
 # pytest-benchmark

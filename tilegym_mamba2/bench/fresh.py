@@ -6,27 +6,30 @@ calls the implementation once on each workload and prints the seconds of each ca
 failed. Starting Python, importing torch, starting the device and making inputs do not count; all else does.
 """
 
+import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
 
 from tilegym_mamba2.bench.peers import Implementation, find_implementation
 from tilegym_mamba2.bench.timing import synchronize
-from tilegym_mamba2.bench.workloads import Workload, find_workload, make_inputs
+from tilegym_mamba2.bench.workloads import Workload, find_workload, make_inputs, precision_of
 
 # Where this package, cuTile, Triton and torch.compile keep what they compiled.
 _CACHES = ("XDG_CACHE_HOME", "CUDA_TILE_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _SECONDS_AT_MOST = 240.0
+_WORKLOADS_AT_MOST = 6  # of one task of a backend of this package
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -53,25 +56,55 @@ class Task:
     def run(self, environment: Mapping[str, str], seconds_at_most: float = _SECONDS_AT_MOST) -> list[float | None]:
         """Seconds of each call, None for what failed or came too late."""
         command = [sys.executable, "-m", __name__, self.implementation, str(self.chunk_size), *self.workloads]
+        # A session of its own, so that the compilers that it starts are ended with it.
+        output = ""
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        _running.add(process)
         try:
-            done = subprocess.run(
-                command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=seconds_at_most
-            )
+            output, _ = process.communicate(timeout=seconds_at_most)
         except subprocess.TimeoutExpired:
+            _end(process)
+            process.communicate()
+        finally:
+            _running.discard(process)
+        if process.returncode != 0:
             return [None] * len(self.workloads)
-        lines = done.stdout.splitlines()
-        return cast(list[float | None], json.loads(lines[-1])) if done.returncode == 0 else [None] * len(self.workloads)
+        return cast(list[float | None], json.loads(output.splitlines()[-1]))
 
 
-def first_calls(workload: Workload, implementations: Sequence[Implementation], device: torch.device) -> list[FirstCall]:
-    """Measures all at once, each with a processor of its own to compile on, at its first chunk size."""
+_running: set["subprocess.Popen[str]"] = set()
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def first_calls(
+    workload: Workload,
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    seconds: float = _SECONDS_AT_MOST,
+) -> list[FirstCall]:
+    """Measures all at once, each with a processor of its own to compile on, at its first chunk size.
+
+    What is not done after so many seconds is None.
+    """
+    deadline = time.monotonic() + seconds
 
     def measure(implementation: Implementation) -> FirstCall:
         task = Task(implementation.name, implementation.chunk_sizes[0], (workload.name,))
         with tempfile.TemporaryDirectory() as folder:
             empty = {name: os.path.join(folder, name) for name in _CACHES}
-            (cold,) = task.run(empty)
-            (warm,) = task.run(empty) if cold is not None else (None,)
+            (cold,) = task.run(empty, deadline - time.monotonic())
+            (warm,) = task.run(empty, deadline - time.monotonic()) if cold is not None else (None,)
         return FirstCall(workload.name, implementation.name, cold, warm)
 
     return list(_in_parallel(measure, [one for one in implementations if one.why_not(workload, device) is None]))
@@ -82,42 +115,73 @@ def compile_ahead(
     implementations: Sequence[Implementation],
     device: torch.device,
     progress: Callable[[str], None] = lambda doing: None,
-) -> None:
-    """Fills the caches on disk, so that measuring waits for no compiler. What fails here is found again there."""
+    seconds: float = _SECONDS_AT_MOST,
+) -> dict[str, float]:
+    """Fills the caches on disk, so that measuring waits for no compiler. What fails here is found again there.
+
+    What is not done after so many seconds is given up. Returns the seconds of each task.
+    """
     tasks = compile_tasks(workloads, implementations, device)
-    for number, _ in enumerate(_in_parallel(lambda task: task.run({}), tasks)):
-        progress(f"compiling ahead: {number + 1}/{len(tasks)}")
+    deadline = time.monotonic() + seconds
+
+    def run(task: Task) -> float:
+        begun = time.monotonic()
+        if begun < deadline:
+            task.run({}, deadline - begun)
+        return round(time.monotonic() - begun, 1)
+
+    spent: dict[str, float] = {}
+    for task, taken in zip(tasks, _in_parallel(run, tasks), strict=True):
+        spent[f"{task.implementation} {task.chunk_size} {','.join(task.workloads)}"] = taken
+        progress(f"compiling ahead: {len(spent)}/{len(tasks)}")
+    return spent
 
 
 def compile_tasks(
     workloads: Sequence[Workload], implementations: Sequence[Implementation], device: torch.device
 ) -> list[Task]:
-    """One task for calls that a compiler shares work between: of one chunk size, headdim and dstate."""
+    """One task for calls that a compiler, or a search for configurations, shares work between; the longest first.
+
+    They are those of peers, which compile many configurations.
+    """
     groups: dict[Any, dict[Any, str]] = {}
-    for workload, one in itertools.product(workloads, implementations):
+    for one, workload in itertools.product(implementations, workloads):
         if one.why_not(workload, device) is None:
             for chunk_size in one.chunk_sizes:
-                # This package's backends may launch other kernels for every size, and are quick to compile.
-                alike = _compiled_alike(workload, chunk_size) if one.peer else workload.name
-                searched = (alike,) if one.searches_every_shape else ()
-                group = groups.setdefault((one.name, chunk_size, workload.headdim, workload.dstate, *searched), {})
-                group.setdefault(alike, workload.name)
-    return [Task(name, chunk_size, tuple(group.values())) for (name, chunk_size, *_), group in groups.items()]
+                kind = (workload.headdim, workload.dstate, workload.dtype, workload.precision, bool(workload.lengths))
+                group = groups.setdefault((one, chunk_size, kind, workload.model is not None), {})
+                group.setdefault(_compiled_alike(workload, one, chunk_size), workload.name)
+    tasks: list[Task] = []
+    for (one, chunk_size, *_), group in groups.items():
+        names = tuple(group.values())
+        size = len(names) if one.peer else _WORKLOADS_AT_MOST
+        tasks += [Task(one.name, chunk_size, names[first : first + size]) for first in range(0, len(names), size)]
+    peers = {one.name for one in implementations if one.peer}
+    return sorted(tasks, key=lambda task: (task.implementation not in peers, -len(task.workloads)))
 
 
-def _in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-    """Results in order; what has not begun when the caller stops never will."""
+def _in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Generator[_Result]:
+    """Results in order; when the caller stops, what runs is ended and the rest never begins."""
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         yield from pool.map(function, items)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in tuple(_running):
+            _end(process)
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown()
 
 
-def _compiled_alike(workload: Workload, chunk_size: int) -> Any:
-    """What a compiler may specialise on besides headdim and dstate: sizes that are 1 or multiples of 16."""
-    sizes = (workload.batch, workload.seqlen // chunk_size, workload.nheads, workload.ngroups)
-    return workload.model, bool(workload.lengths), *((size == 1, size % 16 == 0) for size in sizes)
+def _compiled_alike(workload: Workload, one: Implementation, chunk_size: int) -> Any:
+    """What a compiler may specialise on besides what a task has in common."""
+    if not one.peer:  # this package's backends may launch other kernels for every size, and are quick to compile
+        return replace(workload, name="")
+    ratio = workload.nheads // workload.ngroups
+    sizes = (workload.batch, workload.seqlen // chunk_size, workload.nheads, workload.ngroups, ratio)
+    alike = tuple((size == 1, size % 16 == 0) for size in sizes)
+    return (alike, ratio) if one.searches_every_shape else alike
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -130,8 +194,9 @@ def main(arguments: Sequence[str]) -> None:
         synchronize(device)
         begun = time.perf_counter()
         try:
-            find_implementation(name).bind(inputs, int(chunk_size))()
-            synchronize(device)
+            with precision_of(workload):
+                find_implementation(name).bind(inputs, int(chunk_size))()
+                synchronize(device)
             seconds.append(time.perf_counter() - begun)
         except Exception:  # compilers have their own; the other workloads still count
             seconds.append(None)

@@ -1,24 +1,27 @@
 """Measures implementations on workloads: right first, then at the best chunk size, then in turn, there and back."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tilegym_mamba2.bench.peers import Implementation
-from tilegym_mamba2.bench.timing import Call, Limits, Stopwatch, host_time, peak_memory
-from tilegym_mamba2.bench.workloads import Inputs, Workload, cost_of, rotated_inputs
+from tilegym_mamba2.bench.timing import Call, Limits, Stopwatch, host_time, peak_memory, synchronize
+from tilegym_mamba2.bench.workloads import Inputs, Workload, cost_of, precision_of, rotated_inputs
 from tilegym_mamba2.scan import mamba_chunk_scan_combined
 from tilegym_mamba2.testing import budget, relative_error
 
 _PROBE_SECONDS = 0.02
-_PASS_SECONDS = 0.1
+_PASS_SECONDS = 0.06
 _BETTER = 0.97  # below this fraction of another's time a chunk size is really better
-_HOPELESS = 1.5  # beyond this multiple of the best, a chunk size is not tried again for these headdim and dstate
+_NEARLY_BEST = 1.1  # up to this multiple of the best time a chunk size may be the best on another workload
+_WHOLE_TRIALS = 2
 _PEER_BUDGETS = 4  # a peer may be this many error budgets off; more is a wrong result, not a time
-_REFERENCE_BYTES_ON_CPU = 2**30
+_TRUTH_BYTES = {"cuda": 2**33, "cpu": 2**30}
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,22 @@ class Runner:
 
 
 class Bench:
-    """Measures on one device. It remembers which chunk sizes were hopeless, and does not try them again."""
+    """Measures on one device.
 
-    def __init__(self, device: torch.device, limits: Limits):
+    It remembers which chunk sizes were good: on the first two workloads of equal headdim, dstate and dtype all are
+    tried, later those that came near the best on one of the two. What differs in name alone is measured once.
+
+    Attributes:
+        spent: seconds by workload, by what they were spent on: an implementation's name is for compiling, tuning and
+            trying chunk sizes.
+    """
+
+    def __init__(self, device: torch.device, limits: Limits, spent: dict[str, dict[str, float]] | None = None):
         self.device = device
         self.limits = limits
-        self._hopeless: set[tuple[str, int, int, int]] = set()
+        self.spent = {} if spent is None else spent
+        self._good_chunk_sizes: dict[tuple[Any, ...], list[set[int]]] = {}
+        self._measured: dict[tuple[Workload, str], Record] = {}
 
     def measure(
         self,
@@ -118,28 +131,53 @@ class Bench:
         implementations: Sequence[Implementation],
         progress: Callable[[str], None] = lambda doing: None,
     ) -> list[Record]:
-        """Measures every implementation, each at its best chunk size, or says why it can't be."""
+        """Measures every implementation, each at its best chunk size, or says why it can't be.
+
+        Raises DeviceLostError if one leaves the device unusable: this process can measure nothing more on it.
+        """
         if self.device.type == "cpu":
             workload = workload.small()
-        rotated = rotated_inputs(workload, self.device)
+        same = replace(workload, name="")
+        missing = [one for one in implementations if (same, one.name) not in self._measured]
+        if missing:
+            with precision_of(workload):
+                for record in self._measure(workload, missing, progress):
+                    self._measured[same, record.implementation] = record
+        return [replace(self._measured[same, one.name], workload=workload) for one in implementations]
+
+    def _measure(
+        self, workload: Workload, implementations: Sequence[Implementation], progress: Callable[[str], None]
+    ) -> list[Record]:
         progress(f"{workload.name}: float64")
-        truth = truth_of(rotated[0])
+        with self._counted(workload, "inputs and float64"):
+            rotated = rotated_inputs(workload, self.device)
+            truth = truth_of(rotated[0])
+            synchronize(self.device)
         failures: dict[str, UnmeasuredError] = {}
         runners: list[Runner] = []
         for implementation in implementations:
             progress(f"{workload.name}: {implementation.name}")
-            try:
-                runners.append(self.prepare(workload, implementation, rotated, truth))
-            except UnmeasuredError as error:
-                failures[implementation.name] = error
+            with self._counted(workload, implementation.name):
+                try:
+                    runners.append(self.prepare(workload, implementation, rotated, truth))
+                except UnmeasuredError as error:
+                    failures[implementation.name] = error
         progress(f"{workload.name}: timing")
-        for order in (runners, runners[::-1]):
-            for runner in order:
-                runner.passes.append(runner.stopwatch.replays_for(_PASS_SECONDS))
-        done = {runner.implementation.name: self.record(workload, rotated[0], truth, runner) for runner in runners}
+        with self._counted(workload, "timing"):
+            for order in (runners, runners[::-1]):
+                for runner in order:
+                    runner.passes.append(runner.stopwatch.replays_for(_PASS_SECONDS))
+        with self._counted(workload, "host time and memory"):
+            done = {runner.implementation.name: self.record(workload, rotated[0], truth, runner) for runner in runners}
         for name, error in failures.items():
             done[name] = Record(workload, name, failed=str(error), broken=error.broken)
         return [done[implementation.name] for implementation in implementations]
+
+    @contextmanager
+    def _counted(self, workload: Workload, what: str) -> Generator[None]:
+        begun = time.perf_counter()
+        yield
+        self.spent.setdefault(workload.name, {})[what] = round(time.perf_counter() - begun, 2)
 
     def prepare(
         self, workload: Workload, implementation: Implementation, rotated: Sequence[Inputs], truth: Truth
@@ -152,25 +190,28 @@ class Bench:
         times: dict[str, float] = {}
         failures: dict[str, str] = {}
         broken = False
+        alike = (implementation.name, workload.headdim, workload.dstate, workload.dtype, workload.precision)
+        good = self._good_chunk_sizes.setdefault(alike, [])
         for chunk_size in implementation.chunk_sizes:
-            if (implementation.name, workload.headdim, workload.dstate, chunk_size) in self._hopeless:
+            if len(good) >= _WHOLE_TRIALS and not any(chunk_size in sizes for sizes in good):
                 continue
             try:
                 runner = self._runner(workload, implementation, chunk_size, rotated, truth)
+                times[str(chunk_size)] = statistics.median(runner.stopwatch.replays_for(_PROBE_SECONDS))
             except Exception as error:  # the reason is kept, and the other chunk sizes still count
                 broken = broken or not isinstance(error, NotImplementedError)
-                failures[str(chunk_size)] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                failures[str(chunk_size)] = one_line(error)
+                if not is_usable(self.device):
+                    raise DeviceLostError(implementation.name, f"{one_line(error)}; the device was lost") from error
                 continue
-            times[str(chunk_size)] = statistics.median(runner.stopwatch.replays_for(_PROBE_SECONDS))
             if best is None or times[str(chunk_size)] < _BETTER * times[str(best.chunk_size)]:
                 best = runner
         if best is None:
             reasons = "; ".join(f"chunk size {size}: {reason}" for size, reason in failures.items())
             raise UnmeasuredError(reasons, broken)
         best.chunk_times, best.chunk_failures, best.broken = times, failures, broken
-        for size, seconds in times.items():
-            if seconds > _HOPELESS * times[str(best.chunk_size)]:
-                self._hopeless.add((implementation.name, workload.headdim, workload.dstate, int(size)))
+        least = min(times.values())
+        good.append({int(size) for size, seconds in times.items() if seconds <= _NEARLY_BEST * least})
         return best
 
     def _runner(
@@ -219,8 +260,30 @@ class Bench:
         )
 
 
+def is_usable(device: torch.device) -> bool:
+    """Whether this process can still run something on the device; after an illegal access it can't."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def one_line(error: Exception) -> str:
+    """An exception's type and the beginning of its text."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 class WrongResultError(AssertionError):
     """A result is further from the float64 one than it may be: there is nothing to time."""
+
+
+class DeviceLostError(Exception):
+    """An implementation failed in a way that leaves the device unusable for this process, an illegal access say."""
+
+    def __init__(self, implementation: str, reason: str):
+        super().__init__(reason)
+        self.implementation = implementation
 
 
 class UnmeasuredError(Exception):
@@ -245,7 +308,7 @@ def truth_of(inputs: Inputs) -> Truth:
     ngroups, dstate = B.shape[2:]
     # x, out and work of their size, and the state at every chunk of 64 tokens
     per_head = 8 * batch * seqlen * headdim * (4 + dstate // 64)
-    fitting = max(1, _memory_for_truth(x.device) // per_head)
+    fitting = max(1, _TRUTH_BYTES[x.device.type] // per_head)
     per_group = nheads // ngroups
     # Whole groups, so that heads still find theirs; of one that is too large, some of its heads.
     heads = nheads if fitting >= nheads else min(fitting, max(1, fitting // per_group) * per_group)
@@ -259,7 +322,3 @@ def truth_of(inputs: Inputs) -> Truth:
         part[name] = inputs[name][:, :, :groups].double()
     result = mamba_chunk_scan_combined(**part, chunk_size=64, return_final_states=True, backend="torch-reference")
     return Truth(heads, result[0], result[1])
-
-
-def _memory_for_truth(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else _REFERENCE_BYTES_ON_CPU

@@ -8,7 +8,10 @@ import importlib.metadata
 import importlib.util
 import inspect
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from tilegym_mamba2.scan import mamba_chunk_scan_combined
 
 CHUNK_SIZES = (64, 128, 256)
 
+_AUTOTUNE_MILLISECONDS = {"warmup": 2, "rep": 10}  # of each configuration, by triton.testing.do_bench
+_WHOLE_SEARCHES = 2
 _MOST_SLOW_TOKENS = 2048  # per row; a slow peer takes minutes to compile or to run what is longer
 
 
@@ -73,6 +78,8 @@ class BackendForward(Implementation):
         super().__init__(asked)
         self.name = name
         self.slow = name == "torch-reference"
+        if registry.has_implementation("mamba_chunk_scan", name) and not self.slow:
+            self.chunk_sizes = (64,)  # its fused forward has chunks of its own
 
     def _why_not(self, workload: Workload, device: torch.device) -> str | None:
         reason = registry.explain_backends(device)[self.name]
@@ -109,14 +116,25 @@ class _Peer(Implementation):
 
 
 class MambaSsm(_Peer):
-    """mamba_ssm's Triton kernels, autotuned by themselves. Packed sequences go in as seq_idx."""
+    """mamba_ssm's Triton kernels, autotuned by themselves. Packed sequences go in as seq_idx.
+
+    Its tuner tries all of its configurations, each for a tenth of the 100 ms that are Triton's default. Chunks of 64
+    are not tried: on an H200 they were the best on no shape of the table.
+    """
 
     name = "mamba_ssm"
     module = "mamba_ssm.ops.triton.ssd_combined"
     needs_gpu = True
+    chunk_sizes = (128, 256)
+
+    def _why_not_workload(self, workload: Workload) -> str | None:
+        if workload.dtype == "float32" and workload.precision == "highest":
+            return "its float32 products are TF32"
+        return None
 
     def bind(self, inputs: Inputs, chunk_size: int) -> Call:
         scan = importlib.import_module(self.module).mamba_chunk_scan_combined
+        _tune_briefly(self.module.rpartition(".")[0])
         arguments = {name: value for name, value in inputs.items() if name != "cu_seqlens"}
         if inputs.get("cu_seqlens") is not None:
             lengths = inputs["cu_seqlens"].diff()
@@ -130,29 +148,33 @@ class TileGym(_Peer):
 
     On an H200 the whole search was seen to choose, in its state pass: not swapped with a state block of 16 or 32, or
     swapped with 64, second latency 4; in its output: state block of 64 or 128, persistent, occupancy 2, latencies 3
-    or 4. These are left of its lists, and of its cumulative sum's every other occupancy. Chunks of 256 are not tried:
-    a float32 tile of chunk_size x chunk_size, which its output kernel holds, would fill a multiprocessor's registers.
+    or 4. These are left of its lists, and of its cumulative sum's the occupancies 4 and 8. From the third shape of
+    equal headdim and dstate on (of equal nheads for the cumulative sum), only what was chosen before is tried. Chunks
+    are of 64: those of 128 were slower on every shape of the table.
     """
 
     name = "tilegym"
     module = "tilegym.ops.cutile.mamba2"
     needs_gpu = True
     searches_every_shape = True
-    chunk_sizes = (64, 128)
+    chunk_sizes = (64,)
 
     def _why_not_workload(self, workload: Workload) -> str | None:
         if workload.headdim & (workload.headdim - 1):
             return f"it can't do headdim {workload.headdim}"
         if workload.lengths or workload.model:
             return "it has no packed sequences, dt_bias or softplus"
+        if workload.precision != "highest":
+            return "its float32 products are not TF32"
         return None
 
     def bind(self, inputs: Inputs, chunk_size: int) -> Call:
         module = importlib.import_module(self.module)
-        _cut(module, "_chunk_cumsum_autotune_configs", lambda config: config.occupancy in (4, 6, 8))
-        _cut(module, "_fwd_pass_state_autotune_configs", _won_state_pass)
-        _cut(module, "_compute_out_configs", _won_output)
-        _cut(module, "_compute_out_swap_configs", _won_output)
+        _cut(module, "_chunk_cumsum", "_autotune_configs", lambda config: config.occupancy in (4, 8))
+        _cut(module, "_fwd_pass_state", "_autotune_configs", _won_state_pass)
+        _cut(module, "_compute_out", "_swap_configs", _won_output)
+        for name in ("chunk_cumsum_kernel", "fwd_pass_state_kernel", "compute_out_swap_kernel"):
+            _keep_variants(getattr(module, name))
         x, B = inputs["x"], inputs["B"]
         zeros = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
 
@@ -173,16 +195,43 @@ def _won_output(config: Any) -> bool:
     return config.BLOCK_STATE >= 64 and config.persistent and config.occupancy == 2 and max(latencies) <= 4
 
 
-def _cut(module: Any, name: str, keep: Callable[[Any], bool]) -> None:
-    """Replaces a function of a module that lists configurations by one that lists fewer, once."""
-    whole = getattr(module, name)
-    if not hasattr(whole, "cut"):
+def _cut(module: Any, stage: str, suffix: str, keep: Callable[[Any], bool]) -> None:
+    """Replaces the function of a module that lists a stage's configurations by one that lists fewer, once.
 
-        def cut(*args: Any, **kwargs: Any) -> list[Any]:
-            return [config for config in whole(*args, **kwargs) if keep(config)]
+    It lists those to keep, and for arguments that it had twice before, only those of them that won some search.
+    """
+    whole = getattr(module, stage + suffix)
+    if hasattr(whole, "cut"):
+        return
+    asked: Counter[tuple[Any, ...]] = Counter()
 
-        cut.cut = True  # pyright: ignore[reportFunctionMemberAccess]
-        setattr(module, name, cut)
+    def cut(*args: Any, **kwargs: Any) -> list[Any]:
+        kept = [config for config in whole(*args, **kwargs) if keep(config)]
+        key = (*args, *sorted(kwargs.items()))
+        asked[key] += 1
+        won = [config for config, _ in getattr(module, f"{stage}_tune_cache").values()]
+        return kept if asked[key] <= _WHOLE_SEARCHES else [config for config in kept if config in won] or kept
+
+    cut.cut = True  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(module, stage + suffix, cut)
+
+
+def _keep_variants(kernel: Any) -> None:
+    """Lets searches share what was compiled: a cuTile kernel with equal hints is one object."""
+    if "replace_hints" not in vars(kernel):
+        kernel.replace_hints = cache(kernel.replace_hints)
+
+
+def _tune_briefly(package: str) -> None:
+    """Makes the tuners of the Triton kernels in a package's imported modules spend less time on each configuration."""
+    import triton
+
+    brief = partial(triton.testing.do_bench, **_AUTOTUNE_MILLISECONDS)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package):
+            for value in vars(module).values():
+                if isinstance(value, triton.runtime.Autotuner):
+                    value.do_bench = brief
 
 
 class TorchCompile(_Peer):

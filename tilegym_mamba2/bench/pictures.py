@@ -1,4 +1,4 @@
-"""Pictures of results, each as PNG and SVG: time against seqlen, and speed-up per workload."""
+"""Pictures of results, each as PNG and SVG: time against seqlen, and speed-up per workload and per model."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tilegym_mamba2.bench.peers import PEERS
 from tilegym_mamba2.bench.report import paths_of
 from tilegym_mamba2.bench.results import Results
-from tilegym_mamba2.bench.workloads import Workload
+from tilegym_mamba2.bench.workloads import SWEEPS, Workload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ class NoPictures(RuntimeError):  # noqa: N818
 
 
 def draw(results: Results, stem: Path) -> list[Path]:
-    """Draws what the results allow into STEM-time and STEM-gain, .png and .svg, and returns the files.
+    """Draws what the results allow into STEM-time, STEM-gain and STEM-models, .png and .svg, and returns the files.
 
     Raises NoPictures, saying what to install, if matplotlib is missing.
     """
@@ -50,7 +50,17 @@ def draw(results: Results, stem: Path) -> list[Path]:
         raise NoPictures("pictures need matplotlib: pip install 'tilegym_mamba2[bench]'") from None
     files: list[Path] = []
     with matplotlib.style.context(_STYLE):
-        for name, figure in (("time", _time_picture(results)), ("gain", _gain_picture(results))):
+        grid = {workload.name for row in _grid(results).values() for workload in row}
+        bars = [one for one in results.workloads() if one.name not in grid and one.dtype == "bfloat16"]
+        names = {model.name for model in SWEEPS["models"]}
+        models = [one for one in bars if one.name in names]
+        others = [one for one in bars if one not in models]
+        pictures = {
+            "time": _time_picture(results),
+            "gain": _gain_picture(results, others),
+            "models": _gain_picture(results, models),
+        }
+        for name, figure in pictures.items():
             if figure is not None:
                 files += _save(figure, paths_of(stem, name), results.digest())
     return files
@@ -121,13 +131,12 @@ def _time_picture(results: Results) -> "Figure | None":
     return figure
 
 
-def _gain_picture(results: Results) -> "Figure | None":
+def _gain_picture(results: Results, workloads: Sequence[Workload]) -> "Figure | None":
     from matplotlib.figure import Figure
 
-    grid = {workload.name for row in _grid(results).values() for workload in row}
     names = results.implementations()
     baseline = next((name for name in (*PEERS, "torch-reference") if name in names), None)
-    workloads = [one for one in results.workloads() if one.name not in grid and results.find(one.name, baseline or "")]
+    workloads = [one for one in workloads if results.find(one.name, baseline or "")]
     others = [name for name in names if name != baseline and (name not in _FAR_BEHIND or len(names) == 2)]
     if not workloads or not others:
         return None

@@ -1,18 +1,20 @@
 """Tables of results as rows of text, and documents whose figures come from result files.
 
 In a Markdown document, what stands between `<!-- figures: KIND FILE ARGUMENTS -->` and `<!-- /figures -->` is made from
-a result file, whose name is relative to the document. Kinds: see `KINDS`.
+a result file, whose name is relative to the document, or from several, joined by "+". For the kinds of a whole table
+the arguments are names of workloads, sweeps and implementations to show, by default all. Kinds: see `KINDS`.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from tilegym_mamba2.bench.measure import Record
 from tilegym_mamba2.bench.peers import PEERS
-from tilegym_mamba2.bench.results import Results, load
+from tilegym_mamba2.bench.results import Results, load, merged
+from tilegym_mamba2.bench.workloads import SWEEPS, WORKLOADS, Workload
 
 NONE = "-"
 
@@ -37,18 +39,56 @@ class Table:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.columns, alignment, *self.rows))
 
 
+def selected(results: Results, names: Sequence[str]) -> Results:
+    """The records of the workloads, sweeps and implementations of those names; of all if no such name is given.
+
+    Raises ValueError for a name that is nothing here.
+    """
+    shown: list[str] = []
+    implementations: list[str] = []
+    for name in names:
+        if name in SWEEPS:
+            shown += [workload.name for workload in SWEEPS[name]]
+        elif name in WORKLOADS:
+            shown.append(name)
+        elif name in results.implementations():
+            implementations.append(name)
+        else:
+            raise ValueError(f"{name!r} is no workload or sweep, and no implementation that was measured")
+    order = {name: place for place, name in enumerate([*dict.fromkeys(shown), *implementations])}
+    found = [
+        record
+        for record in results.records
+        if (not shown or record.workload.name in order) and (not implementations or record.implementation in order)
+    ]
+    found.sort(key=lambda record: (order.get(record.workload.name, 0), order.get(record.implementation, 0)))
+    return replace(results, records=found)
+
+
+def _ours(results: Results) -> list[str]:
+    return [name for name in results.implementations() if name not in PEERS]
+
+
+def _peers(results: Results) -> list[str]:
+    return [name for name in PEERS if name in results.implementations()]
+
+
+def _best(results: Results, workload: str) -> Record | None:
+    """The record of the fastest backend of this package."""
+    records = [record for name in _ours(results) if (record := results.find(workload, name))]
+    return min(records, key=lambda record: record.time, default=None)
+
+
 def times(results: Results) -> Table:
     """One row per workload: its shape and limit, times (errors of out), and what the best of ours gains over peers."""
-    names = results.implementations()
-    ours = [name for name in names if name not in PEERS]
-    peers = [name for name in PEERS if name in names]
+    ours, peers = _ours(results), _peers(results)
     gains = [f"over {peer}" for peer in peers]
     shape = "batch, seqlen, nheads, headdim, ngroups, dstate"
     columns = ("workload", shape, "limit", *ours, *peers, "of limit", *gains)
     rows: list[list[str]] = []
     for workload in results.workloads():
-        found = {name: results.find(workload.name, name) for name in names}
-        best = min((record for name in ours if (record := found[name])), key=lambda record: record.time, default=None)
+        found = {name: results.find(workload.name, name) for name in (*ours, *peers)}
+        best = _best(results, workload.name)
         limit = next((record.limit for record in found.values() if record), None)
         rows.append(
             [
@@ -61,6 +101,47 @@ def times(results: Results) -> Table:
             ]
         )
     return Table(columns, rows, 2)
+
+
+def speeds(results: Results) -> Table:
+    """One row per workload in words, and the times alone."""
+    names = [*_ours(results), *_peers(results)]
+    versions: Mapping[str, str | None] = results.about.get("versions", {})
+    columns = ("", *(f"{name} {versions.get(name) or ''}".strip() if name in PEERS else name for name in names))
+    return Table(
+        columns,
+        [
+            [_in_words(workload), *(_time(results.find(workload.name, name)) for name in names)]
+            for workload in results.workloads()
+        ],
+        1,
+    )
+
+
+def _in_words(workload: Workload) -> str:
+    words = [f"{workload.batch} x {workload.seqlen:,} tokens", f"{workload.nheads} heads of {workload.headdim}"]
+    if workload.ngroups > 1:
+        words.append(f"{workload.ngroups} groups")
+    return ", ".join([*words, f"dstate {workload.dstate}"])
+
+
+def host(results: Results) -> Table:
+    """One row per workload: host time of an eager call and bytes that it holds, of every implementation."""
+    names = [*_ours(results), *_peers(results)]
+    columns = ("workload", *(f"{name}: {what}" for what in ("host time", "memory") for name in names))
+    rows: list[list[str]] = []
+    for workload in results.workloads():
+        found = [results.find(workload.name, name) for name in names]
+        rows.append([workload.name, *map(_host_time, found), *map(_memory, found)])
+    return Table(columns, rows, 1)
+
+
+def _host_time(record: Record | None) -> str:
+    return NONE if record is None or record.host_time is None else seconds(record.host_time)
+
+
+def _memory(record: Record | None) -> str:
+    return NONE if record is None or record.peak_memory is None else f"{three_digits(record.peak_memory / 2**20)} MiB"
 
 
 def details(results: Results) -> Table:
@@ -83,8 +164,8 @@ def _detail(record: Record) -> list[str]:
         percent(rates["fraction_of_limit"]),
         three_digits(rates["gigabytes_per_second"]),
         three_digits(rates["teraflops"]),
-        NONE if record.host_time is None else seconds(record.host_time),
-        NONE if record.peak_memory is None else f"{three_digits(record.peak_memory / 2**20)} MiB",
+        _host_time(record),
+        _memory(record),
         f"{record.error_out:.1e}",
         f"{record.error_final_states:.1e}",
     ]
@@ -109,7 +190,10 @@ def first_calls(results: Results) -> Table:
 
 
 def gains(results: Results, implementation: str, peer: str) -> Table:
-    """How many times as fast as a peer an implementation is, seqlen by dstate around the headline."""
+    """How many times as fast as a peer an implementation is, seqlen by dstate around the headline.
+
+    "best" is the fastest backend of this package.
+    """
     grid = [workload for workload in results.workloads() if re.fullmatch(r"seqlen\d+-dstate\d+", workload.name)]
     lengths = sorted({workload.seqlen for workload in grid})
     names = {(workload.dstate, workload.seqlen): workload.name for workload in grid}
@@ -121,7 +205,8 @@ def gains(results: Results, implementation: str, peer: str) -> Table:
 
 
 def _gain_of(results: Results, workload: str, implementation: str, peer: str) -> str:
-    return _gain(results.find(workload, implementation), results.find(workload, peer))
+    record = _best(results, workload) if implementation == "best" else results.find(workload, implementation)
+    return _gain(record, results.find(workload, peer))
 
 
 def _gain(record: Record | None, peer: Record | None) -> str:
@@ -157,6 +242,10 @@ def percent(fraction: float) -> str:
 # Documents
 
 
+def _in_document(table: Table) -> str:
+    return f"\n{table.markdown()}\n" if table.rows else NONE
+
+
 def _run(results: Results) -> str:
     about, limits = results.about, results.limits
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
@@ -177,10 +266,12 @@ def _error_of(results: Results, workload: str, implementation: str) -> str:
 
 KINDS: Mapping[str, Callable[..., str]] = MappingProxyType(
     {
-        "times": lambda results: f"\n{times(results).markdown()}\n",
-        "details": lambda results: f"\n{details(results).markdown()}\n",
-        "first-calls": lambda results: f"\n{first_calls(results).markdown()}\n",
-        "gains": lambda results, *names: f"\n{gains(results, *names).markdown()}\n",
+        "times": lambda results, *names: _in_document(times(selected(results, names))),
+        "speeds": lambda results, *names: _in_document(speeds(selected(results, names))),
+        "host": lambda results, *names: _in_document(host(selected(results, names))),
+        "details": lambda results, *names: _in_document(details(selected(results, names))),
+        "first-calls": lambda results: _in_document(first_calls(results)),
+        "gains": lambda results, *names: _in_document(gains(results, *names)),
         "run": _run,
         "time": _time_of,
         "gain": _gain_of,
@@ -199,7 +290,7 @@ def updated(text: str, folder: Path) -> str:
         kind, file, *arguments = match["request"].split()
         if kind not in KINDS:
             raise ValueError(f"there are no figures {kind!r}; there are {', '.join(KINDS)}")
-        content = KINDS[kind](load(folder / file), *arguments)
+        content = KINDS[kind](merged([load(folder / one) for one in file.split("+")]), *arguments)
         if content == NONE:
             raise ValueError(f"{file} has no {kind} of {' '.join(arguments)}")
         return f"{match[1]}{content}{match[4]}"

@@ -22,12 +22,14 @@ class Results:
 
     Attributes:
         about: the command, date, revision, machine and versions.
+        spent: seconds that measuring took, by workload or step.
     """
 
     about: dict[str, Any]
     limits: Limits
     records: list[Record] = field(default_factory=list[Record])
     first_calls: list[FirstCall] = field(default_factory=list[FirstCall])
+    spent: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
     @property
     def machine(self) -> str:
@@ -58,6 +60,7 @@ class Results:
             "about": self.about,
             "limits": asdict(self.limits),
             "first_calls": [asdict(call) for call in self.first_calls],
+            "spent": self.spent,
             "records": [record.as_dict() for record in self.records],
         }
 
@@ -80,6 +83,7 @@ def load(path: Path) -> Results:
             Limits(**content["limits"]),
             [_record(record) for record in content["records"]],
             [FirstCall(**call) for call in content["first_calls"]],
+            content.get("spent", {}),
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} holds no results: {type(error).__name__}: {error}") from None

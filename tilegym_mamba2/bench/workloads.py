@@ -3,7 +3,8 @@
 import difflib
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -29,6 +30,8 @@ class Workload:
     Attributes:
         lengths: of the sequences packed in the only row (batch 1), or empty.
         model: whose layer's inputs are used (batch 1), made from text by `testing.layer_inputs`; None for random ones.
+        dtype: of x, B and C, as torch names it.
+        precision: of float32 products, as `torch.set_float32_matmul_precision` names it: "highest", or "high" for TF32.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Workload:
     dstate: int
     lengths: tuple[int, ...] = ()
     model: str | None = None
+    dtype: str = "bfloat16"
+    precision: str = "highest"
 
     @property
     def shape(self) -> str:
@@ -106,8 +111,8 @@ def _grid(dstates: Sequence[int]) -> tuple[Workload, ...]:
 def _models() -> tuple[Workload, ...]:
     return tuple(
         Workload(f"{name}:{batch}x{seqlen}", batch, seqlen, *_sizes(name))
+        for batch, seqlen in ((8, 2048), (1, 8192))
         for name in MODELS
-        for batch, seqlen in ((1, 8192), (8, 2048))
     )
 
 
@@ -120,6 +125,17 @@ LAYERS = tuple(
     Workload(f"layer-{name}", 1, 4096, *_sizes(name), model=name) for name in ("mamba2-130m", "nemotron-h-8b")
 )
 
+DTYPES = tuple(
+    replace(workload, name=f"{workload.name}-{name}", dtype=dtype, precision=precision)
+    for name, dtype, precision in (
+        ("float16", "float16", "highest"),
+        ("tf32", "float32", "high"),
+        ("float32", "float32", "highest"),
+    )
+    for workload in TABLE
+    if workload.name in ("a", "c", "130m", "a-2k")
+)
+
 SWEEPS: Mapping[str, tuple[Workload, ...]] = {
     "seqlen": _grid([128]),
     "dstate": _grid([64, 128, 256]),
@@ -128,6 +144,7 @@ SWEEPS: Mapping[str, tuple[Workload, ...]] = {
     "latency": LATENCY,
     "varlen": VARLEN,
     "layers": LAYERS,
+    "dtypes": DTYPES,
 }
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -143,16 +160,30 @@ def find_workload(name: str) -> Workload:
     return WORKLOADS[name]
 
 
+@contextmanager
+def precision_of(workload: Workload) -> Generator[None]:
+    """Context manager: float32 products in the workload's precision."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(workload.precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def make_inputs(workload: Workload, device: torch.device, seed: int) -> Inputs:
     """Makes keyword arguments for `mamba_chunk_scan_combined`, all but chunk_size, fresh for every seed.
 
-    Random: bfloat16 standard normal x, B, C; A uniform in [-16, -1]; dt = softplus(normal - 4) in float32; D.
+    Random: standard normal x, B, C in the workload's dtype; A uniform in [-16, -1]; dt = softplus(normal - 4) and D
+    in float32.
     """
     if workload.model is not None:
         return _layer_inputs(workload, device, seed)
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, workload.dtype)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     tokens = (workload.batch, workload.seqlen)
@@ -176,7 +207,8 @@ def _layer_inputs(workload: Workload, device: torch.device, seed: int) -> Inputs
 
     assert workload.model is not None
     text = resources.files("tilegym_mamba2.cli").joinpath("text.txt").read_bytes()
-    inputs = layer_inputs(workload.model, workload.seqlen, text, dtype=torch.bfloat16, device=device, seed=seed)
+    dtype = getattr(torch, workload.dtype)
+    inputs = layer_inputs(workload.model, workload.seqlen, text, dtype=dtype, device=device, seed=seed)
     return {name: value for name, value in inputs.items() if name not in ("chunk_size", "state_dtype")}
 
 
@@ -191,7 +223,7 @@ def rotated_inputs(workload: Workload, device: torch.device) -> list[Inputs]:
 
 def copies_beyond(cache: int, inputs: Mapping[Any, Any]) -> int:
     """How many sets of such inputs, at least two, take more than twice the bytes of a cache."""
-    return max(2, 1 + 2 * cache // sum(map(bytes_of, inputs.values())))
+    return max(2, 1 + 2 * cache // max(1, sum(map(bytes_of, inputs.values()))))
 
 
 def bytes_of(value: Any) -> int:

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from tilegym_mamba2.bench import fresh, peers, results, workloads
-from tilegym_mamba2.bench.measure import Bench
+from tilegym_mamba2.bench.measure import Bench, DeviceLostError, Record, is_usable, one_line
 from tilegym_mamba2.bench.timing import measure_limits
 from tilegym_mamba2.bench.workloads import Workload
 from tilegym_mamba2.cli import terminal
@@ -23,6 +23,7 @@ from tilegym_mamba2.cli.info import devices, versions
 from tilegym_mamba2.cli.report import draw, show
 
 _PEER_DISTRIBUTIONS = {"mamba_ssm": "mamba-ssm", "tilegym": "tilegym", "transformers": "transformers"}
+_COMPILE_SECONDS, _FIRST_CALL_SECONDS = 240.0, 240.0  # at most, for all of them
 
 
 def command(
@@ -39,15 +40,17 @@ def command(
     first_call: Annotated[bool, typer.Option(help="Also time first calls in fresh processes.")] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results, after each workload.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw FILE-time and FILE-gain, .png and .svg.")
+        Path | None, typer.Option(metavar="FILE", help="Draw FILE-time, FILE-gain, FILE-models: .png and .svg.")
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Begin no workload after so long; what was measured is kept.")
     ] = None,
+    resume: Annotated[bool, typer.Option(help="Keep what FILE of --json has, and measure the rest.")] = False,
 ) -> int:
     """Time the forward: device time on a GPU, the clock on a CPU, where sizes are smaller.
 
-    Ctrl-C ends it and keeps what was measured. Exit status 1 if a backend of this package failed or was wrong.
+    Ctrl-C ends it and keeps what was measured. Exit status 1 if a backend of this package failed or was wrong, 3 if
+    the device was lost: the file says to what, and --resume measures the rest.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     terminal.check_json_path(json)
@@ -57,41 +60,97 @@ def command(
         compared = peers.implementations(named, peers_too, device)
     except ValueError as error:
         raise terminal.UserError(str(error)) from None
-    begun = time.monotonic()
-    found: results.Results | None = None
-    interrupted = False
-    with terminal.steps(len(chosen) + 2) as progress, torch.inference_mode():
+    earlier = _earlier(json) if resume else None
+    run = _Run(device, compared, json, seconds)
+    interrupted = lost = False
+    with terminal.steps(len(chosen) + 3) as progress, torch.inference_mode():
         try:
-            progress.start("copy bandwidth and matrix rate")
-            found = results.Results(_about(device), measure_limits(device))
-            progress.start("first calls")
-            if first_call:
-                found.first_calls = fresh.first_calls(chosen[0], compared, device)
-            progress.done()
-            if device.type == "cuda":
-                fresh.compile_ahead(chosen, compared, device, progress.start)
-            progress.done()
-            bench = Bench(device, found.limits)
-            for one in chosen:
-                if seconds is not None and time.monotonic() - begun > seconds:
-                    break
-                found.records += bench.measure(one, compared, progress.start)
-                if json is not None:
-                    results.save(found, json)
-                progress.done()
+            lost = not run.measure(chosen, earlier, progress)
+            if first_call and not lost:
+                run.first_calls(chosen[0], progress)
         except KeyboardInterrupt:
             interrupted = True
+    found = run.found
     if found is None or not found.records:
         sys.stderr.write("tilegym-mamba2: nothing was measured\n")
-        return 130 if interrupted else 1
-    if json is not None:
-        results.save(found, json)
+        return 130 if interrupted else 3 if lost else 1
+    run.save()
     show(found)
     if plot is not None:
         draw(found, plot)
-    if interrupted:
-        return 130
+    if interrupted or lost:
+        return 130 if interrupted else 3
     return int(any(record.broken and record.implementation not in peers.PEERS for record in found.records))
+
+
+class _Run:
+    """What is measured, as far as it got."""
+
+    def __init__(
+        self, device: torch.device, compared: Sequence[peers.Implementation], file: Path | None, seconds: float | None
+    ):
+        self._device = device
+        self._compared = compared
+        self._file = file
+        self._begun = time.monotonic()
+        self._seconds = float("inf") if seconds is None else seconds
+        self.found: results.Results | None = None
+
+    def _left(self) -> float:
+        return self._begun + self._seconds - time.monotonic()
+
+    def save(self) -> None:
+        if self._file is not None and self.found is not None:
+            results.save(self.found, self._file)
+
+    def measure(self, chosen: Sequence[Workload], earlier: results.Results | None, progress: terminal.Steps) -> bool:
+        """Measures what there is no record of; false if the device was lost."""
+        progress.start("copy bandwidth and matrix rate")
+        self.found = found = earlier or results.Results(_about(self._device), measure_limits(self._device))
+        progress.done()
+        there = {(record.workload.name, record.implementation) for record in found.records}
+        missing = [one for one in chosen if any((one.name, each.name) not in there for each in self._compared)]
+        spent = found.spent.setdefault("run", {})
+        if self._device.type == "cuda":
+            at_most = min(_COMPILE_SECONDS, self._left() / 3)
+            found.spent["compiling ahead"] = fresh.compile_ahead(
+                missing, self._compared, self._device, progress.start, at_most
+            )
+        progress.done()
+        spent["limits and compiling"] = round(time.monotonic() - self._begun, 1)
+        bench = Bench(self._device, found.limits, found.spent)
+        for one in missing:
+            if self._left() < 0:
+                break
+            left = [each for each in self._compared if (one.name, each.name) not in there]
+            try:
+                found.records += bench.measure(one, left, progress.start)
+            except (DeviceLostError, RuntimeError) as error:
+                blamed = [error.implementation] if isinstance(error, DeviceLostError) else [each.name for each in left]
+                found.records += [Record(one, name, failed=one_line(error), broken=True) for name in blamed]
+                if not is_usable(self._device):
+                    return False
+            spent["all"] = round(time.monotonic() - self._begun, 1)
+            self.save()
+            progress.done()
+        return True
+
+    def first_calls(self, workload: Workload, progress: terminal.Steps) -> None:
+        progress.start("first calls")
+        if self.found is not None and self._left() > 0:
+            at_most = min(_FIRST_CALL_SECONDS, self._left())
+            self.found.first_calls = fresh.first_calls(workload, self._compared, self._device, at_most)
+        progress.done()
+
+
+def _earlier(file: Path | None) -> results.Results | None:
+    """The results to go on with. Raises UserError if they can't be read."""
+    if file is None:
+        raise terminal.UserError("--resume needs --json FILE")
+    try:
+        return results.load(file) if file.exists() else None
+    except (OSError, ValueError) as error:
+        raise terminal.UserError(f"--resume: {error}") from None
 
 
 def _workloads(names: Sequence[str], sweeps: Sequence[str]) -> list[Workload]:

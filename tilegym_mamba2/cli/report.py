@@ -15,7 +15,7 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="Older results: what is slower beyond noise gives status 1.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw FILE-time and FILE-gain, .png and .svg.")
+        Path | None, typer.Option(metavar="FILE", help="Draw FILE-time, FILE-gain, FILE-models: .png and .svg.")
     ] = None,
     markdown: Annotated[bool, typer.Option(help="Print the tables as Markdown.")] = False,
     update: Annotated[

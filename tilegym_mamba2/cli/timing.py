@@ -1,6 +1,5 @@
 """How long a call takes: device time by replaying a CUDA graph, or the clock on the CPU."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from tilegym_mamba2.bench.timing import Stopwatch
+from tilegym_mamba2.bench.workloads import copies_beyond
 
 Arguments = Mapping[str, Any]
 
@@ -67,10 +67,10 @@ def _device_time(function: Callable[[Arguments], Any], arguments: Arguments, dev
 
 
 def _copies(arguments: Arguments) -> int:
-    size = max(sum(storage.nbytes() for storage in _storages(arguments).values()), 1)
+    size = sum(storage.nbytes() for storage in _storages(arguments).values())
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     free, _ = torch.cuda.mem_get_info()
-    return max(0, min(math.ceil(2 * cache / size), free // 4 // size))
+    return min(copies_beyond(cache, arguments) - 1, free // 4 // max(size, 1))
 
 
 def copy_of(arguments: Arguments) -> dict[str, Any]:
