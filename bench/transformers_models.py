@@ -53,7 +53,10 @@ DECODES = (1, 64)
 PROMPT, CHECKED_TOKENS = 32, 1024
 IMPLEMENTATIONS = ("cutile", "triton", "mamba_ssm", "transformers")  # and torch-reference, if asked
 WORSE = 1.25  # how much further from the float32 logits than the torch path's an implementation's may be
-CALL_SECONDS, SLOW_SECONDS = 0.4, 1.5  # how long each pass times calls; a call that takes longer than a slow one is one
+CALL_SECONDS, SLOW_SECONDS = (
+    0.15,
+    1.5,
+)  # how long each pass times calls; a call that takes longer than a slow one is one
 GRAPH_BYTES = 20 * 2**30  # of an eager call; one that holds more is not captured
 
 
@@ -287,6 +290,11 @@ def about() -> dict[str, Any]:
 def measure(file: Path, names: list[str], compared: list[str], seconds: float) -> None:
     begun = time.monotonic()
     found: dict[str, Any] = {"about": about(), "records": []}
+
+    def save() -> None:
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    save()
     for name in names:
         free()
         model = make_model(name)
@@ -299,9 +307,9 @@ def measure(file: Path, names: list[str], compared: list[str], seconds: float) -
             if time.monotonic() - begun > seconds:
                 break
             found["records"] += [asdict(record) for record in case.measure(errors)]
-            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            save()
             print(f"{name}: {case.what} {case.batch}x{case.seqlen} after {time.monotonic() - begun:.0f} s", flush=True)
-        del model, cases, case
+        del model, cases
 
 
 def show(found: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ def test_example(name: str, device: str) -> None:
     package = NEEDS.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
+    if name == "transformers_generate" and importlib.util.find_spec("mamba_ssm") is not None:
+        pytest.skip("with mamba_ssm installed the unpatched model computes in TF32, and may choose other tokens")
     wanted = "tilegym: " if (name, device) == ("tilegym_crosscheck", "cuda") else SAYS[name]
     interpreters = {"TRITON_INTERPRET": "0", "TILEGYM_MAMBA2_CUTILE_INTERPRET": "0"}
     result = subprocess.run(

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tiny_models import (
+    cache_name,
+    config,
+    generate,
+    left_padded,
+    logits,
+    make_model,
+    mamba_layers,
+    needs_packing,
+    packed,
+    tokens,
+    transformers,
+)
 from tilegym_mamba2 import registry, use_backend
 from tilegym_mamba2.ops.mamba_chunk_scan import mamba_chunk_scan
 from tilegym_mamba2.ops.selective_state_update import selective_state_update
 from tilegym_mamba2.testing import relative_error
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5.16")
 integration = importlib.import_module("tilegym_mamba2.integrations.transformers")
 
 pytestmark = pytest.mark.skipif(
@@ -25,66 +36,7 @@ pytestmark = pytest.mark.skipif(
     reason="with mamba_ssm installed the unpatched models run on CUDA devices only",
 )
 
-TEXT = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": 8,
-    "mamba_expand": 2,
-}
 NAMES = ("mamba2_chunk_scan", "mamba2_selective_state_update", "causal_conv1d_fn")
-
-
-def config(family: str) -> Any:
-    match family:
-        case "mamba2":
-            return transformers.Mamba2Config(
-                num_heads=8, head_dim=8, state_size=16, n_groups=2, chunk_size=8, num_hidden_layers=3, **TEXT
-            )
-        case "bamba":
-            return transformers.BambaConfig(num_hidden_layers=3, attn_layer_indices=[1], **MAMBA, **ATTENTION, **TEXT)
-        case "nemotron_h":
-            return transformers.NemotronHConfig(
-                layers_block_type=["mamba", "attention", "mamba"],
-                mamba_num_heads=8,
-                mamba_head_dim=8,
-                ssm_state_size=16,
-                n_groups=2,
-                chunk_size=8,
-                expand=2,
-                head_dim=8,
-                **ATTENTION,
-                **TEXT,
-            )
-        case "zamba2":
-            return transformers.Zamba2Config(
-                num_hidden_layers=3,
-                layers_block_type=["mamba", "hybrid", "mamba"],
-                n_mamba_heads=8,
-                mamba_headdim=8,
-                mamba_d_state=16,
-                mamba_ngroups=2,
-                mamba_expand=2,
-                chunk_size=8,
-                num_mem_blocks=1,
-                **ATTENTION,
-                **TEXT,
-            )
-        case "falcon_h1":
-            return transformers.FalconH1Config(num_hidden_layers=2, mamba_d_ssm=64, **MAMBA, **ATTENTION, **TEXT)
-        case _:
-            return transformers.GraniteMoeHybridConfig(
-                num_hidden_layers=3,
-                layer_types=["mamba", "attention", "mamba"],
-                num_local_experts=0,
-                shared_intermediate_size=48,
-                **MAMBA,
-                **ATTENTION,
-                **TEXT,
-            )
 
 
 @pytest.fixture(params=integration.FAMILIES)
@@ -95,17 +47,6 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def model(family: str) -> Any:
     return make_model(config(family))
-
-
-def make_model(config: Any) -> Any:
-    """Weights large enough for every layer to matter to the logits."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, 0.3)
-    return model
 
 
 @pytest.fixture(autouse=True)
@@ -129,35 +70,6 @@ def recorded(fresh_registry: None) -> list[str]:
     record(mamba_chunk_scan)
     record(selective_state_update)
     return calls
-
-
-def tokens(batch: int = 2, length: int = 21) -> Tensor:
-    return torch.randint(2, 64, (batch, length), generator=torch.Generator().manual_seed(length))
-
-
-def left_padded(batch: int = 2, length: int = 21) -> dict[str, Tensor]:
-    mask = torch.ones(batch, length, dtype=torch.long)
-    mask[0, :5] = 0
-    return {"input_ids": tokens(batch, length).masked_fill(mask == 0, 0), "attention_mask": mask}
-
-
-def mamba_layers(model: Any) -> int:
-    return sum(hasattr(module, "A_log") for module in model.modules())
-
-
-@torch.no_grad()
-def logits(model: Any, **inputs: Any) -> Tensor:
-    return model(**inputs).logits
-
-
-def cache_name(model: Any) -> str:
-    """What this release of transformers calls a model's cache."""
-    names = inspect.signature(model.forward).parameters
-    return next(name for name in ("cache", "cache_params", "past_key_values") if name in names)
-
-
-def generate(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    return model.generate(**inputs, max_new_tokens=32, do_sample=False)
 
 
 # What the models compute
@@ -222,43 +134,13 @@ def test_cached_decoding_equals_the_whole_sequence() -> None:
 
 @pytest.mark.parametrize("kind", ["seq_idx", "cu_seqlens"])
 def test_packed_sequences_equal_separate_ones(family: str, kind: str, recorded: list[str]) -> None:
-    needs_packing(family)
-    layout = config(family)
-    if family == "granitemoehybrid":  # its attention keeps packed sequences apart with flash-attention only
-        layout = transformers.GraniteMoeHybridConfig(**layout.to_dict() | {"layer_types": ["mamba"] * 3})
-    model = make_model(layout)
-    lengths = (2, 8, 1, 10)
-    ids = tokens(1, sum(lengths))
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if kind == "seq_idx":
-        inputs["seq_idx"] = torch.repeat_interleave(torch.tensor([7, 3, 7, 3]), torch.tensor(lengths))[None].int()
-    else:
-        inputs["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).int()
-    if family == "mamba2":  # its language model drops what it doesn't know
-        model = HeadOnBackbone(model)
-    else:
-        inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    model, inputs, parts = packed(family, kind)
     with integration.enable("recorder"):
         got = logits(model, **inputs)
         calls = len(recorded)
-        parts = [logits(model, input_ids=part, use_cache=False) for part in ids.split(lengths, 1)]
-    assert relative_error(got, torch.cat(parts, 1)) < 1e-5
+        wanted = [logits(model, input_ids=part, use_cache=False) for part in parts]
+    assert relative_error(got, torch.cat(wanted, 1)) < 1e-5
     assert calls == mamba_layers(model)
-
-
-def needs_packing(family: str) -> None:
-    if transformers.__version__.startswith("5.16.") and family in ("mamba2", "nemotron_h", "falcon_h1"):
-        pytest.skip(f"transformers 5.16 does not hand packed sequences to {family}'s layers")
-
-
-class HeadOnBackbone(torch.nn.Module):
-    def __init__(self, model: Any):
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Any:
-        hidden = self.model.backbone(**inputs).last_hidden_state
-        return transformers.modeling_outputs.CausalLMOutput(logits=self.model.lm_head(hidden))
 
 
 def test_packed_prefill_into_a_cache_continues_the_last_sequence() -> None:

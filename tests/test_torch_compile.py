@@ -21,9 +21,10 @@ from tilegym_mamba2.ops.mamba_chunk_scan import mamba_chunk_scan
 BATCH, NHEADS, HEADDIM, NGROUPS, DSTATE, CHUNK_SIZE = 2, 4, 16, 2, 16, 16
 INFINITY = float("inf")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
-)  # inductor's
+pytestmark = [  # inductor's
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -371,6 +372,41 @@ def test_a_backend_without_backward_says_so_when_compiled() -> None:
         assert not compiled(inputs, backend="forward-only")[0].requires_grad
 
 
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_compiled_backward_runs_on_the_backend_of_its_forward() -> None:
+    """Whatever is selected where it runs: on a GPU autograd runs it in a thread of its own."""
+    calls: list[str] = []
+    register_recorder("differentiable", calls, differentiable=True)
+    inputs = scan_inputs()
+    x = inputs["x"].requires_grad_()
+    compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
+    with tm.use_backend("differentiable"):
+        loss = compiled(inputs)[0].square().sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert calls == ["differentiable"] * 2
+    (wanted,) = torch.autograd.grad(scan(inputs, backend="torch-reference")[0].square().sum(), x)
+    torch.testing.assert_close(x.grad, wanted)
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_backend_without_backward_says_so_if_it_is_selected_after_compiling() -> None:
+    register_recorder("forward-only", [])
+    inputs = scan_inputs()
+    inputs["x"].requires_grad_()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(scan, backend=counter, fullgraph=True)
+    with tm.use_backend("torch-reference"):
+        compiled(inputs)
+    with tm.use_backend("forward-only"):
+        with pytest.raises(NotImplementedError, match="requires grad and this backend has no backward"):
+            compiled(inputs)
+        assert counter.frame_count == 1
+        with torch.no_grad():
+            compiled(inputs)
+
+
 def test_the_decode_step_has_no_gradient_when_compiled() -> None:
     inputs = update_inputs()
     inputs["x"].requires_grad_()
@@ -399,14 +435,14 @@ def test_autocast_changes_nothing(backend: str, compiled: bool) -> None:
 # Which backend a compiled function runs on
 
 
-def register_recorder(name: str, calls: list[str]) -> None:
+def register_recorder(name: str, calls: list[str], *, differentiable: bool = False) -> None:
     """A backend that writes its name down and computes as torch-reference does."""
     registry.register_backend(registry.Backend(name, why_unavailable=lambda device: None))
 
-    @registry.register("mamba_chunk_scan", name)
+    @registry.register("mamba_chunk_scan", name, differentiable=differentiable)
     def recorded(*arguments: Any) -> Any:
         calls.append(name)
-        with torch.no_grad():
+        with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
             *most, dt_softplus, dt_limit, state_dtype = arguments
             return mamba_chunk_scan(*most, dt_softplus, dt_limit, state_dtype, backend="torch-reference")
 

@@ -3,9 +3,12 @@
 torch.compile, torch.export, fake and meta tensors and dispatch modes see one opaque call, whose shapes come from
 its fake and whose gradients come from autograd through the implementation, run again in the backward. Plain eager
 calls never reach the operator.
+
+A backward runs on the backend that was chosen when its forward was traced. A forward whose backend is chosen each time
+that it runs raises if that has no backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,25 +48,38 @@ def define(
         fake: called likewise with tensors that have no data, returns empty ones like those that `run` returns.
         problem: validates all arguments but the last, and tells whether one requires grad.
     """
-    _library.define(f"{name}({arguments}) -> {returns}")
 
     def compute(*values: Any) -> Any:
         return run(*(tuple(value) if isinstance(value, list) else value for value in values))
 
+    operator = _define(name, f"({arguments}) -> {returns}", compute, fake)
+    if "!" in arguments:
+        _library.impl(name, _refuse_gradients(name, operator, problem), "Autograd")
+        return operator
+
+    def select(values: Sequence[Any]) -> registry.Implementation:
+        with torch.enable_grad():
+            return registry.select(name, problem(*values[:-1]), values[-1])  # raises if that has no backward
+
+    def compute_differentiated(*values: Any) -> Any:
+        # In a compiled forward no tensor says that it requires grad.
+        select([value.detach().requires_grad_() if _is_float(value) else value for value in values])
+        return compute(*values)
+
+    forward = _define(f"{name}_forward", f"({arguments}) -> {returns}", compute_differentiated, fake)
+    backward = _define_backward(name, arguments, compute)
+    _library.impl(name, _with_gradients(operator, forward, backward, select), "Autograd")
+    return operator
+
+
+def _define(name: str, schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    _library.define(name + schema)
     _library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
-    operator = getattr(torch.ops, _NAMESPACE)
-    if "!" in arguments:
-        _library.impl(name, _refuse_gradients(name, getattr(operator, name), problem), "Autograd")
-    else:
-        _define_backward(name, arguments, compute, problem)
-    return getattr(operator, name).default
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
-def _define_backward(name: str, arguments: str, run: Callable[..., Any], problem: Callable[..., Any]) -> None:
-    backward_name = f"{name}_backward"
-    _library.define(f"{backward_name}({arguments}, Tensor?[] grads, bool[] wanted) -> Tensor[]")
-
+def _define_backward(name: str, arguments: str, run: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     def compute(*values: Any) -> list[Tensor]:
         *inputs, grads, wanted = values
         with torch.enable_grad():
@@ -90,23 +106,41 @@ def _define_backward(name: str, arguments: str, run: Callable[..., Any], problem
         *inputs, _, wanted = values
         return [value.new_empty(value.shape) for value, want in zip(inputs, wanted, strict=True) if want]
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        with torch.enable_grad():
-            registry.select(name, problem(*inputs[:-1]), inputs[-1])  # raises if the backend has no backward
-        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
-        ctx.others = tuple(None if isinstance(value, Tensor) else value for value in inputs)
+    schema = f"({arguments}, Tensor?[] grads, bool[] wanted) -> Tensor[]"
+    return _define(f"{name}_backward", schema, compute, compute_fake)
 
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = list(ctx.needs_input_grad)
-        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-        inputs = [other if saved is None else saved for saved, other in pairs]
-        operator = getattr(getattr(torch.ops, _NAMESPACE), backward_name)
-        found = iter(operator(*inputs, list(grads), wanted))
-        return tuple(next(found) if want else None for want in wanted)
 
-    _library.impl(backward_name, compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{backward_name}", compute_fake, lib=_library)
-    torch.library.register_autograd(f"{_NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+def _with_gradients(
+    operator: Callable[..., Any],
+    forward_operator: Callable[..., Any],
+    backward_operator: Callable[..., list[Tensor]],
+    select: Callable[[Sequence[Any]], registry.Implementation],
+) -> Callable[..., Any]:
+    class Differentiated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            # A compiled backward runs in a thread of autograd's, which is in no use_backend block: it gets a name.
+            others = [*inputs[:-1], select(inputs).backend]
+            ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
+            ctx.others = [None if isinstance(value, Tensor) else value for value in others]
+            with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+                return forward_operator(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            wanted = list(ctx.needs_input_grad)
+            pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+            inputs = [other if saved is None else saved for saved, other in pairs]
+            found = iter(backward_operator(*inputs, list(grads), wanted))
+            return tuple(next(found) if want else None for want in wanted)
+
+    def dispatch(*values: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values):
+            return Differentiated.apply(*values)
+        with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore[reportPrivateUsage]
+            return operator(*values)
+
+    return dispatch
 
 
 def _refuse_gradients(name: str, operator: Any, problem: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,3 +155,7 @@ def _refuse_gradients(name: str, operator: Any, problem: Callable[..., Any]) -> 
             return operator(*values)
 
     return refuse
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
