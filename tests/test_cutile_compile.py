@@ -12,7 +12,7 @@ import re
 import subprocess
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +73,8 @@ CALLS = (
     Call("sequences", seq_idx=True, z=True, D=None, initial_states=bf16),
     Call("sequences_chunk_128", chunk_size=128, seq_idx=True),
     Call("packed", batch=1, varlen=True, initial_states=f32),
+    Call("packed_sequences", batch=1, varlen=True, seq_idx=True, z=True, D="channels"),
+    Call("packed_float32", batch=1, varlen=True, dtype=f32, dstate=64),
     Call("float16", dtype=f16, z=True, tied=False),
     Call("tf32", dtype=f32, precision="high"),
     Call("float32", dtype=f32, seq_idx=True),
@@ -164,7 +166,7 @@ def _lay_out(call: Call, dtype: torch.dtype, *shape: int) -> Tensor:
 
 def _run(op: str, call: Call) -> None:
     given = _arguments(op, call)
-    problem = SimpleNamespace(
+    problem: Any = SimpleNamespace(
         op=op,
         device=torch.device("meta"),
         differentiated_argument=None,
@@ -180,7 +182,7 @@ def _run(op: str, call: Call) -> None:
 _SIZES = ("batch", "seqlen", "nheads", "headdim", "ngroups", "dstate", "chunk_size")
 
 
-def _record(op: str, call: Call, architecture: str, candidate: int) -> tuple[list[cutile.Launch], int]:
+def _record(op: str, call: Call, architecture: str, candidate: int) -> tuple[list[cutile.Recorded], int]:
     """The launches of a call and the number of configurations that it had to choose from."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(call.precision)
@@ -219,7 +221,7 @@ def _array(tensor: Tensor, wide: bool) -> ArrayConstraint:
 _DTYPES = {bf16: ct.bfloat16, f16: ct.float16, f32: ct.float32, torch.int32: ct.int32, torch.int64: ct.int64}
 
 
-def _signature(kernel: Any, launch: cutile.Launch) -> KernelSignature:
+def _signature(kernel: Any, launch: cutile.Recorded) -> KernelSignature:
     constraints: list[Any] = []
     annotations = kernel._annotated_function.parameter_annotations
     for argument, annotation in zip(launch.arguments, annotations, strict=True):
@@ -268,7 +270,7 @@ def _cases() -> Iterator[Case]:
                         count = seen_candidates
                     for position, launch in enumerate(launches):
                         name = launch.kernel._pyfunc.__name__
-                        signature = mangle_kernel_name(name, _signature(launch.kernel, replace(launch, wide=False)))
+                        signature = mangle_kernel_name(name, _signature(launch.kernel, launch._replace(wide=False)))
                         key = (signature, launch.hints, launch.wide)
                         if key not in seen:
                             seen.add(key)
@@ -304,8 +306,11 @@ def test_kernel_compiles(case: Case, tmp_path: Path) -> None:
         usage = re.search(r"REG:(\d+) STACK:(\d+)", _disassembled("-res-usage", cubin=cubin))
         assert usage is not None
         assert usage[2] == "0" or case.call.name in UNTUNED, f"{usage[2]} bytes of registers spill to local memory"
+        code = _disassembled("-sass", cubin=cubin)
         if case.kernel in MATRIX_KERNELS and case.call.name not in SCALAR:
-            assert "HGMMA" in _disassembled("-sass", cubin=cubin)
+            assert "HGMMA" in code
+        if launch.dependent:
+            assert "ACQBULK" in code, "it is launched early and does not wait for what comes before it"
 
 
 def test_every_kernel_has_a_case() -> None:

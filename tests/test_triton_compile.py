@@ -41,6 +41,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "tf32": {"dtype": f32, "precision": "high"},
     "ieee": {"dtype": f32},
     "wide_state": {"dstate": 256, "headdim": 128},
+    "small_state": {"dstate": 64, "headdim": 128, "nheads": 6},
+    "partial_headdim": {"headdim": 80, "nheads": 6, "z": True},
     "odd": {"headdim": 80, "dstate": 96, "nheads": 24, "unaligned": True},
 }
 CALLS_OF = {
@@ -48,11 +50,14 @@ CALLS_OF = {
     "sm_100": ("bfloat16", "packed", "float16"),
     "gfx942": ("bfloat16", "packed", "float16"),
 }
-# These three differ from others in the fused forward alone.
-SCAN_CALLS = ("packed", "tf32", "wide_state")
+# These differ from others in the fused forward alone.
+SCAN_CALLS = ("packed", "tf32", "wide_state", "small_state", "partial_headdim")
 # The loop of these kernels holds its tiles in registers, on Hopper, where they are tuned; a pointer or two may not fit.
 TUNED = ("_scan_segment_kernel", "_scan_output_kernel")
-TUNED_CALLS = ("bfloat16", "packed", "wide_state")
+TUNED_CALLS = ("bfloat16", "packed", "float16", "wide_state")
+# The calls that the kernel in Gluon takes, and how many registers may be spilled in its loop.
+HOPPER = "_scan_hopper_kernel"
+HOPPER_SPILLS = {"bfloat16": 30, "everything": 40, "packed": 40, "small_state": 30, "partial_headdim": 40}
 MATRIX = (*TUNED, "_fwd_pass_state_kernel", "_compute_out_kernel")
 
 
@@ -182,6 +187,9 @@ def test_every_kernel_compiles(target: str, tmp_path: Path) -> None:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
 
     assert {kernel["op"] for kernel in kernels} == set(registry.ops())
+    on_hopper = {kernel["call"]: kernel for kernel in kernels if kernel["kernel"] == HOPPER}
+    assert set(on_hopper) == (set(HOPPER_SPILLS) if target == "sm_90" else set())
+    assert all(kernel["wgmma"] and kernel["spills"] <= HOPPER_SPILLS[call] for call, kernel in on_hopper.items())
     assert not [kernel for kernel in kernels if kernel["shared"] > TARGETS[target][2]]
     products = [kernel for kernel in kernels if kernel["kernel"] in MATRIX and kernel["call"] != "ieee"]
     assert {kernel["kernel"] for kernel in products} == set(MATRIX)

@@ -6,7 +6,7 @@ Every op's call becomes a `Problem` before any work starts. Kernels rely on it a
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
@@ -216,9 +216,9 @@ def _remembers(validate: _Validate) -> _Validate:
     @wraps(validate)
     def remembering(*arguments: Any) -> Problem:
         first = arguments[0]
-        if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "cpu":
+        if type(first) not in (Tensor, torch.nn.Parameter) or first.is_cpu:
             return validate(*arguments)
-        key = (validate, torch.is_grad_enabled(), *map(_signature, arguments))
+        key = (validate, torch.is_grad_enabled(), *_signature(arguments))
         try:
             problem = _remembered.get(key)
         except TypeError:  # an argument that can't be hashed
@@ -233,13 +233,19 @@ def _remembers(validate: _Validate) -> _Validate:
     return cast(Any, remembering)
 
 
-def _signature(value: Any) -> Any:
-    """All of an argument that validation looks at; types tell equal values such as 1 and True apart."""
-    if isinstance(value, Tensor):
-        return type(value), value.shape, value.dtype, value.device, value.layout, value.requires_grad
-    if isinstance(value, tuple):
-        return tuple(map(_signature, cast(Any, value)))
-    return type(value), value
+def _signature(values: Iterable[Any]) -> list[Any]:
+    """All of the arguments that validation looks at; types tell equal values such as 1 and True apart."""
+    signature: list[Any] = []
+    for value in values:
+        if value is None:
+            signature.append(None)
+        elif isinstance(value, Tensor):
+            signature += (value.shape, value.dtype, value.device, value.layout, value.requires_grad)
+        elif isinstance(value, tuple):
+            signature.append(tuple(_signature(cast(Any, value))))
+        else:
+            signature += (type(value), value)
+    return signature
 
 
 @_remembers

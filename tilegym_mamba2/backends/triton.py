@@ -1,19 +1,22 @@
 """The Triton backend: whether it can run here, and the one way by which its kernels are launched.
 
 Triton's own launch path costs more host time than many of these kernels run, so a `Launch` keeps the compiled
-kernel and hands it the pointers directly. CPU tensors go to Triton's interpreter, which runs the same source.
+kernel and hands it the pointers directly, and `Launches` allocate once for several. CPU tensors go to Triton's
+interpreter, which runs the same source.
 """
 
 import functools
 import importlib.metadata
+import itertools
 import operator
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tilegym_mamba2 import tuning
 from tilegym_mamba2.registry import Backend, register_backend
 
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
@@ -35,6 +38,8 @@ _POINTERS = {
     torch.uint8: "*u8",
 }
 
+_Candidate = TypeVar("_Candidate")
+
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -50,19 +55,49 @@ _DEFAULT_OPTIONS = Options()
 
 
 class DeviceInfo(NamedTuple):
-    """What a configuration may depend on; `architecture` is "cuda:90", "hip:gfx942" or "other"."""
+    """What a configuration may depend on; `architecture` is "cuda:90", "hip:gfx942" or "other"; `name` is the GPU's."""
 
     architecture: str
     multiprocessors: int
     shared_memory: int
+    name: str = ""
 
     @property
     def has_tma(self) -> bool:
         return self.architecture.startswith("cuda:") and int(self.architecture[5:]) >= 90
 
 
-class Launch:
-    """A kernel with everything that a repeated call does not change: `launch(tensors)` runs it.
+class _Runnable:
+    """Calls go to the GPU's current stream, to the interpreter, or into a recording."""
+
+    __slots__ = ()
+
+    def __call__(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device) -> Any:
+        """Runs on the current stream of `device`, where the tensors are."""
+        if _recording is not None or device.type == "cpu":
+            return self._watch(tensors, device)
+        index: int = device.index
+        if device.type == "cuda":
+            if index == _torch._cuda_getDevice():
+                return self._run(tensors, device, _torch._cuda_getCurrentRawStream(index))
+            with torch.cuda.device(index):
+                return self._run(tensors, device, _torch._cuda_getCurrentRawStream(index))
+        with torch.get_device_module(device).device(device):
+            from triton.runtime import driver
+
+            active: Any = driver.active
+            return self._run(tensors, device, active.get_current_stream(index))
+
+    def _run(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device, stream: int) -> Any:
+        raise NotImplementedError
+
+    def _watch(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device) -> Any:
+        """What a call does when kernels are interpreted or recorded."""
+        raise NotImplementedError
+
+
+class Launch(_Runnable):
+    """A kernel with everything that a repeated call does not change: `launch(tensors, device)` runs it.
 
     A kernel's parameters are pointers, then numbers, then constants. Pointers that are None are constants.
 
@@ -72,10 +107,9 @@ class Launch:
         numbers: values of the parameters after the pointers.
         constants: values of the parameters after those.
         options: of the compiler.
-        scratch: the kernel makes tensor descriptors, which need memory of its own.
     """
 
-    __slots__ = ("_arguments", "_kernel", "_key", "_options", "_ready", "_scratch", "programs")
+    __slots__ = ("_arguments", "_kernel", "_key", "_options", "_ready", "programs")
 
     def __init__(
         self,
@@ -84,92 +118,231 @@ class Launch:
         numbers: tuple[int | float, ...],
         constants: tuple[Any, ...],
         options: Options = _DEFAULT_OPTIONS,
-        scratch: bool = False,
     ):
         self.programs = programs
         self._kernel = kernel
         self._arguments = (*numbers, *constants)
         self._options = {name: value for name, value in options._asdict().items() if value is not None}
-        self._scratch = scratch
         # Two launches with equal keys have the same compiled kernel: an int counts by what Triton tells apart.
         classes = tuple((n == 1, n % 16 == 0, n >= 2**31) if isinstance(n, int) else float for n in numbers)
         self._key = (kernel, classes, constants, options)
-        self._ready: dict[Any, tuple[Any, ...]] = {}
+        self._ready: dict[Any, tuple[_Enqueue, int]] = {}
 
-    def __call__(self, tensors: tuple[torch.Tensor | int | None, ...], device: torch.device) -> None:
-        """Runs the kernel on the current stream of `device`, where the tensors are; an int is one of `pieces`."""
-        if _recording is not None:
-            _recording[1].append((self, tensors))
-            return
-        if device.type == "cpu":
-            _interpret(self._kernel, self.programs, tensors, self._arguments)
-            return
-        if device.type == "cuda":
-            index = device.index
-            if index != _torch._cuda_getDevice():
-                with torch.cuda.device(index):
-                    self._run(tensors, index, _torch._cuda_getCurrentRawStream(index))
-            else:
-                self._run(tensors, index, _torch._cuda_getCurrentRawStream(index))
-            return
-        with torch.get_device_module(device).device(device):
-            from triton.runtime import driver
-
-            active: Any = driver.active
-            self._run(tensors, device.index, active.get_current_stream(device.index))
-
-    def key(self, tensors: tuple[torch.Tensor | int | None, ...]) -> tuple[Any, ...]:
+    def key(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
         """Launches of equal keys, with pointers that are aligned alike, have the same compiled kernel."""
-        dtypes = tuple(
-            tensor.dtype if isinstance(tensor, torch.Tensor) else None if tensor is None else torch.float32
-            for tensor in tensors
-        )
-        return self._key, dtypes
+        return self._key, tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
-    def compile(self, tensors: tuple[torch.Tensor | int | None, ...], target: Any) -> Any:
+    def compile(self, tensors: tuple[torch.Tensor | None, ...], target: Any) -> Any:
         """Compiles the kernel for a `triton.backends.compiler.GPUTarget`, of which none needs to be here."""
         from triton import compile
-        from triton.compiler import ASTSource
 
         signature: dict[str, str] = {}
         constants: dict[tuple[int], Any] = {}
         attributes: dict[tuple[int], Any] = {}
         values = (*tensors, *self._arguments)
         for index, (parameter, value) in enumerate(zip(self._kernel.params, values, strict=True)):
-            if index < len(tensors) and value is not None:
-                dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
-                signature[parameter.name] = _POINTERS[dtype]
+            if isinstance(value, torch.Tensor):
+                signature[parameter.name] = _POINTERS[value.dtype]
                 attributes[(index,)] = [["tt.divisibility", 16]]
             elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
                 signature[parameter.name] = "constexpr"
                 constants[(index,)] = value
             else:
                 signature[parameter.name] = parameter.annotation_type or "i32"
-        source = ASTSource(self._kernel, signature, constants, attributes)
+        if self._kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource as Source
+        else:
+            from triton.compiler import ASTSource as Source
+        source = Source(self._kernel, signature, constants, attributes)
         return compile(source, target=target, options=self._options)
 
-    def _run(self, tensors: tuple[torch.Tensor | int | None, ...], index: int, stream: int) -> None:
-        pointers = [tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
-        unaligned = functools.reduce(operator.or_, filter(None, pointers), 0) & 15
-        key = index if not unaligned else (index, *[pointer is not None and pointer & 15 == 0 for pointer in pointers])
-        ready = self._ready.get(key)
-        if ready is None:
-            ready = self._ready[key] = self._compile(tensors, key, index)
-        if self._scratch:
-            ready[3](_allocate)
-        ready[0](self.programs, 1, 1, stream, ready[1], ready[2], None, None, None, *pointers, *self._arguments)
+    def prepared(self, tensors: tuple[Any, ...], alignment: Any, index: int) -> tuple["_Enqueue", int]:
+        """A function that enqueues the compiled kernel, and how many bytes of memory of its own that needs.
 
-    def _compile(self, tensors: tuple[torch.Tensor | int | None, ...], alignment: Any, index: int) -> tuple[Any, ...]:
-        import triton
-
-        key = (self.key(tensors), alignment, index)
+        Args:
+            tensors: as in a call; a dtype stands for an aligned tensor.
+            alignment: tells calls apart whose pointers are aligned differently.
+            index: of the device, which is the current one.
+        """
+        dtypes = tuple([tensor.dtype if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors])
+        key = (self._key, dtypes, alignment, index)
         kernel = _compiled.get(key)
         if kernel is None:
-            examples = [torch.float32 if isinstance(tensor, int) else tensor for tensor in tensors]
-            kernel = self._kernel.warmup(*examples, *self._arguments, grid=(self.programs,), **self._options)
+            kernel = self._kernel.warmup(*tensors, *self._arguments, grid=(self.programs,), **self._options)
             _compiled[key] = kernel
-        run = kernel.run  # loads the kernel, which gives it its function
-        return run, kernel.function, kernel.packed_metadata, triton.set_allocator
+        return _enqueue(kernel, self.programs, self._arguments)
+
+    def _run(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device, stream: int) -> None:
+        pointers, unaligned = _pointers(tensors)
+        alignment = _alignment(pointers) if unaligned else ()
+        ready = self._ready.get((device, alignment))
+        if ready is None:
+            ready = self._ready[device, alignment] = self.prepared(tensors, alignment, device.index)
+        enqueue, scratch_bytes = ready
+        if scratch_bytes:
+            scratch = torch.empty(scratch_bytes, dtype=torch.int8, device=device)
+            enqueue(stream, scratch.data_ptr(), pointers)
+        else:
+            enqueue(stream, None, pointers)
+
+    def _watch(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device) -> None:
+        if _recording is not None:
+            _recording[1].append((self, tensors))
+        else:
+            _interpret(self._kernel, self.programs, tensors, self._arguments)
+
+
+class Result(NamedTuple):
+    """A contiguous tensor that `Launches` make."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Launches(_Runnable):
+    """Kernels that run one after the other on common tensors: `launches(tensors, device)` returns the results.
+
+    Args:
+        arguments: names of the tensors that a call passes, separated by spaces.
+        launches: each with the names of its pointers.
+        results: what a call makes and returns.
+        scratch: what only the launches need; number of elements and dtype by name.
+    """
+
+    __slots__ = ("_dtypes", "_launches", "_offsets", "_ready", "_results")
+
+    def __init__(
+        self,
+        arguments: str,
+        launches: tuple[tuple[Launch, str], ...],
+        results: tuple[Result, ...],
+        scratch: dict[str, tuple[int, torch.dtype]],
+    ):
+        names = [*arguments.split(), *(result.name for result in results), *scratch]
+        self._launches = [(launch, [names.index(name) for name in pointers.split()]) for launch, pointers in launches]
+        self._results = results
+        self._dtypes = [dtype for _, dtype in scratch.values()]
+        # Each piece of scratch begins at a multiple of 256 bytes, as allocations do.
+        sizes = (-(-size * dtype.itemsize // 256) * 256 for size, dtype in scratch.values())
+        self._offsets = list(itertools.accumulate(sizes, initial=0))
+        self._ready: dict[Any, tuple[Any, ...]] = {}
+
+    def _run(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device, stream: int) -> list[torch.Tensor]:
+        pointers, unaligned = _pointers(tensors)
+        alignment = _alignment(pointers) if unaligned else ()
+        ready = self._ready.get((device, alignment))
+        if ready is None:
+            ready = self._ready[device, alignment] = self._prepare(tensors, alignment, device)
+        empty, layouts, scratch_layout, offsets, steps = ready
+        results = [empty(*layout) for layout in layouts]
+        pointers += [result.data_ptr() for result in results]
+        scratch = empty(*scratch_layout)
+        base = scratch.data_ptr()
+        pointers += [base + offset for offset in offsets]
+        for enqueue, pick, offset in steps:
+            enqueue(stream, base + offset, pick(pointers))
+        return results
+
+    def _prepare(self, tensors: tuple[torch.Tensor | None, ...], alignment: Any, device: torch.device) -> Any:
+        made = [result.dtype for result in self._results]
+        values = (*tensors, *made, *self._dtypes)
+        end = self._offsets[-1]
+        steps: list[tuple[Any, Any, int]] = []
+        for launch, indices in self._launches:
+            pick = operator.itemgetter(*indices)
+            enqueue, scratch_bytes = launch.prepared(pick(values), alignment, device.index)
+            steps.append((enqueue, pick, end))
+            end += -(-scratch_bytes // 256) * 256
+        layouts = [(shape, _contiguous(shape), dtype) for _, shape, dtype in self._results]
+        # torch.empty takes three times as long, all of it in finding this function.
+        fast = getattr(_torch._dynamo.guards, "_empty_strided_cuda", None)
+        empty = functools.partial(_empty, device) if fast is None or device.type != "cuda" else fast
+        return empty, layouts, ((end,), (1,), torch.int8), self._offsets[:-1], steps
+
+    def _watch(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device) -> list[torch.Tensor]:
+        results = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in self._results]
+        sizes = (stop - start for start, stop in itertools.pairwise(self._offsets))
+        scratch = [
+            torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
+            for size, dtype in zip(sizes, self._dtypes, strict=True)
+        ]
+        values = (*tensors, *results, *scratch)
+        for launch, indices in self._launches:
+            launch(tuple([values[index] for index in indices]), device)
+        return results
+
+
+def _empty(device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]
+
+
+def _pointers(tensors: tuple[torch.Tensor | None, ...]) -> tuple[list[int | None], int]:
+    """The tensors' pointers, and not 0 if one is not 16 bytes aligned."""
+    pointers: list[int | None] = []
+    bits = 0
+    for tensor in tensors:
+        if tensor is None:
+            pointers.append(None)
+        else:
+            pointer = tensor.data_ptr()
+            bits |= pointer
+            pointers.append(pointer)
+    return pointers, bits & 15
+
+
+def _alignment(pointers: list[int | None]) -> tuple[bool, ...]:
+    return tuple([pointer is not None and pointer & 15 == 0 for pointer in pointers])
+
+
+_Enqueue = Callable[[int, int | None, Any], None]
+
+
+def _enqueue(kernel: Any, programs: int, arguments: tuple[Any, ...]) -> tuple[_Enqueue, int]:
+    """A function (stream, address of the kernel's scratch, pointers), and how many bytes that scratch has.
+
+    The kernel's `run` allocates scratch at every launch, with torch, and takes as long as the launch itself. In the
+    versions of Triton that are known here the function beneath it is called.
+    """
+    import triton
+
+    run = kernel.run  # loads the kernel, which gives it its function
+    function, metadata = kernel.function, kernel.packed_metadata
+    layout = _LAUNCHERS.get(".".join(triton.__version__.split(".")[:2]))
+    if layout is None or type(run).__name__ != "CudaLauncher" or run.profile_scratch_size:
+
+        def generic(stream: int, scratch: int | None, pointers: Any) -> None:
+            triton.set_allocator(_allocate)
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *arguments)
+
+        return generic, 0
+
+    launch: Any = run.launch
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    if layout == "arguments last":
+
+        def enqueue(stream: int, scratch: int | None, pointers: Any) -> None:
+            launch(
+                programs, 1, 1, stream, function, cooperative, dependent, scratch, None, metadata, None, None, None,
+                *pointers, *arguments,
+            )  # fmt: skip
+    else:
+        annotations, signature = run.arg_annotations, run.kernel_signature
+
+        def enqueue(stream: int, scratch: int | None, pointers: Any) -> None:
+            launch(
+                programs, 1, 1, stream, function, cooperative, dependent, metadata, None, None, None, scratch, None,
+                annotations, signature, (*pointers, *arguments),
+            )  # fmt: skip
+
+    return enqueue, programs * run.num_ctas * run.global_scratch_size
+
+
+_LAUNCHERS = {"3.5": "arguments last", "3.6": "arguments last", "3.7": "arguments in a tuple"}
 
 
 def layouts(*tensors: torch.Tensor | None) -> tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]:
@@ -182,19 +355,8 @@ def strides(layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ndim
     return (0,) * ndim if layout is None else layout[1]
 
 
-def pieces(scratch: torch.Tensor, offsets: tuple[int, ...]) -> list[Any]:
-    """Parts of a contiguous float32 tensor, for `Launch`: pointers as ints, which take no time to make.
-
-    The offsets are multiples of 4 elements. Interpreted kernels get tensors.
-    """
-    if scratch.device.type == "cpu":
-        return [scratch[offset:] for offset in offsets]
-    base = scratch.data_ptr()
-    return [base + 4 * offset for offset in offsets]
-
-
 def _interpret(
-    kernel: Any, programs: int, tensors: tuple[torch.Tensor | int | None, ...], arguments: tuple[Any, ...]
+    kernel: Any, programs: int, tensors: tuple[torch.Tensor | None, ...], arguments: tuple[Any, ...]
 ) -> None:
     """Runs a kernel in Triton's interpreter, with float32 for bfloat16: it truncates what it stores as bfloat16, and
     multiplies matrices of the raw bits. NaN and infinity aren't worth numpy's warnings."""
@@ -221,15 +383,15 @@ def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-_recording: tuple[DeviceInfo, list[tuple[Launch, tuple[torch.Tensor | int | None, ...]]]] | None = None
+_recording: tuple[DeviceInfo, list[tuple[Launch, tuple[torch.Tensor | None, ...]]]] | None = None
 
 
 @contextmanager
-def recording(info: DeviceInfo) -> Generator[list[tuple[Launch, tuple[torch.Tensor | int | None, ...]]]]:
+def recording(info: DeviceInfo) -> Generator[list[tuple[Launch, tuple[torch.Tensor | None, ...]]]]:
     """Context manager: launches are recorded with their tensors, not run, as if the tensors (of any device) were on
     such a GPU. With `Launch.compile`, all that can be launched is compiled without a GPU."""
     global _recording
-    launches: list[tuple[Launch, tuple[torch.Tensor | int | None, ...]]] = []
+    launches: list[tuple[Launch, tuple[torch.Tensor | None, ...]]] = []
     outer, _recording = _recording, (info, launches)
     try:
         yield launches
@@ -250,11 +412,36 @@ def device_info(device: torch.device) -> DeviceInfo:
 def _device_info(index: int) -> DeviceInfo:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
-        return DeviceInfo(f"hip:{properties.gcnArchName.split(':')[0]}", properties.multi_processor_count, 65536)
+        architecture = f"hip:{properties.gcnArchName.split(':')[0]}"
+        return DeviceInfo(architecture, properties.multi_processor_count, 65536, properties.name)
     shared_memory = properties.shared_memory_per_block_optin
-    return DeviceInfo(
-        f"cuda:{properties.major * 10 + properties.minor}", properties.multi_processor_count, shared_memory
-    )
+    architecture = f"cuda:{properties.major * 10 + properties.minor}"
+    return DeviceInfo(architecture, properties.multi_processor_count, shared_memory, properties.name)
+
+
+# Configuration
+
+
+def choose(candidates: Sequence[_Candidate], op: str, info: DeviceInfo, **key: int | str) -> _Candidate:
+    """The configuration to use among those that suit a call, of which the first is the choice by rule.
+
+    What was tuned for the op, the GPU and the key goes before it: see `tilegym_mamba2.tuning`.
+    """
+    return tuning.choose(op, place(info), key, candidates)
+
+
+def place(info: DeviceInfo) -> tuning.Place:
+    """Where choices made on a GPU hold."""
+    kind, _, number = info.architecture.partition(":")
+    architecture = {"cuda": f"sm_{number}", "hip": number}.get(kind, "")
+    return tuning.Place("triton", architecture, info.name, _compiler)
+
+
+@functools.cache
+def _compiler() -> str:
+    import triton
+
+    return f"triton {triton.__version__}"
 
 
 # Whether it can run here
@@ -263,20 +450,19 @@ def _device_info(index: int) -> DeviceInfo:
 def why_unavailable(device: torch.device) -> str | None:
     """None if kernels can run on tensors of this device, else the reason and what mends it."""
     reason = _why_no_package()
-    if reason is not None:
+    if reason is not None or _recording is not None:
         return reason
+    interpreted = os.environ.get(INTERPRET_VARIABLE, "0") not in ("", "0")
     if device.type == "cpu":
-        if os.environ.get(INTERPRET_VARIABLE, "0") in ("", "0"):
+        if not interpreted:
             return (
                 "Triton kernels run CPU tensors only in Triton's interpreter: set "
                 f"{INTERPRET_VARIABLE}=1 before the first call (slow, for tests)"
             )
         return None
-    if os.environ.get(INTERPRET_VARIABLE, "0") not in ("", "0"):
+    if interpreted:
         return f"{INTERPRET_VARIABLE} is set, which runs CPU tensors only: unset it"
-    if device.type not in ("cuda", "xpu"):
-        return f"Triton kernels run on GPUs, not on {device.type!r} tensors"
-    return _why_no_gpu(device.type, device.index)
+    return _why_no_gpu(device)
 
 
 @functools.cache
@@ -293,7 +479,10 @@ def _why_no_package() -> str | None:
 
 
 @functools.cache
-def _why_no_gpu(device_type: str, index: int | None) -> str | None:
+def _why_no_gpu(device: torch.device) -> str | None:
+    device_type, index = device.type, device.index
+    if device_type not in ("cuda", "xpu"):
+        return f"Triton kernels run on GPUs, not on {device_type!r} tensors"
     if not torch.get_device_module(device_type).is_available():
         return f"torch sees no {device_type} device: install a build of torch for it and a driver"
     if device_type == "cuda" and torch.version.hip is None:

@@ -1,4 +1,4 @@
-"""The command line: `info`, `run`, `check`, `bench` and `report`, one module each.
+"""The command line: `info`, `run`, `check`, `bench`, `report` and `tune`, one module each.
 
 A command returns its exit status: 0, or 1 if something that it measured is wrong. Whatever the user can mend is a
 `UserError`: one line on stderr and status 2.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tilegym_mamba2.cli import bench, check, info, report, run
+from tilegym_mamba2.cli import bench, check, info, report, run, tune
 from tilegym_mamba2.cli.terminal import UserError
 
 _PROGRAM = "tilegym-mamba2"
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (info, run, check, bench, report):
+for module in (info, run, check, bench, report, tune):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

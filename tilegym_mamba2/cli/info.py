@@ -13,7 +13,8 @@ import typer
 from rich.text import Text
 
 import tilegym_mamba2
-from tilegym_mamba2 import registry
+from tilegym_mamba2 import registry, tuning
+from tilegym_mamba2.backends import cutile, triton
 from tilegym_mamba2.cli import terminal
 
 
@@ -22,7 +23,13 @@ def command(
 ) -> int:
     """Show which op runs on which backend, or why not; the versions; the GPU."""
     terminal.check_json_path(json)
-    found: dict[str, Any] = {"command": "info", "versions": versions(), "devices": devices(), **_support()}
+    found: dict[str, Any] = {
+        "command": "info",
+        "versions": versions(),
+        "devices": devices(),
+        **_support(),
+        "tuned": _tuned(),
+    }
     terminal.write_json(json, found)
 
     output = terminal.console()
@@ -52,7 +59,28 @@ def command(
                 terminal.note(output, f"{name}, {op}: {support}.")
     for name, reason in found["plugins_not_loaded"].items():
         terminal.note(output, f"plugin {name} was not loaded: {reason}")
+    tuned = found["tuned"]
+    kept = f"{tuned['in_use']} in use" + (f", {tuned['for_others']} for others" if tuned["for_others"] else "")
+    terminal.note(output, f"Tuned choices: {tuned['directory']} ({kept if tuned['exists'] else 'nothing was tuned'}).")
+    for path, reason in tuned["damaged"].items():
+        terminal.note(output, f"{path} is ignored: {reason}")
     return 0
+
+
+def _tuned() -> dict[str, Any]:
+    """Where tuned choices are kept, how many of them this package, compilers and GPUs use, and what is no choice."""
+    folder = tuning.cache_directory()
+    choices, damaged = tuning.stored()
+    gpus = [torch.device("cuda", device["index"]) for device in devices()] if choices else []
+    places = [backend.place(backend.device_info(gpu)) for gpu in gpus for backend in (cutile, triton)]
+    in_use = sum(any(tuning.holds(choice, place) for place in places) for choice in choices)
+    return {
+        "directory": None if folder is None else str(folder),
+        "exists": folder is not None and folder.is_dir(),
+        "in_use": in_use,
+        "for_others": len(choices) - in_use,
+        "damaged": {str(path): reason for path, reason in damaged.items()},
+    }
 
 
 def versions() -> dict[str, str | None]:

@@ -47,33 +47,42 @@ def _silu(v):
     return ct.truediv(v, rest + 1.0, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
-def _chunk_of_slot(slot, slot_sequence, cu_seqlens):
+def _chunk_of_slot(slot, cu_seqlens):
     """First token of a slot's chunk, and the first and the end of its sequence."""
-    sequence = ct.load(slot_sequence, (slot,), ()).astype(ct.int32)
+    sequence = 0
+    beyond = cu_seqlens.shape[0] - 1
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        if ct.load(cu_seqlens, (middle,), ()).astype(ct.int32) // CHUNK + middle <= slot:
+            sequence = middle
+        else:
+            beyond = middle
     sequence_start = ct.load(cu_seqlens, (sequence,), ()).astype(ct.int32)
     stop = ct.load(cu_seqlens, (sequence + 1,), ()).astype(ct.int32)
     start = sequence_start + (slot - sequence_start // CHUNK - sequence) * CHUNK
     return start, sequence_start, stop
 
 
-def _run_at(runs, batch, token):
-    return ct.load(runs, (batch, token), (1, 1)).reshape((1,))
+def _runs_of_chunk(seq_idx, batch, start, sequence_start, stop):
+    """How many times the id has changed since the token before a chunk, (CHUNK,); what is past the end changes nothing.
 
-
-def _runs_of_chunk(runs, batch, start, sequence_start, stop):
-    """Runs of a chunk's tokens, of the token before and of the last token; tokens past the end are in the last's."""
-    last = _run_at(runs, batch, ct.minimum(start + CHUNK, stop) - 1)  # (1,)
-    entry = _run_at(runs, batch, ct.maximum(start - 1, sequence_start))  # (1,)
+    Tokens of run 0 belong to the sequence that enters, those of the last token's run to the one that leaves.
+    """
     tokens = start + ct.arange(CHUNK, dtype=ct.int32)  # (CHUNK,)
-    run = ct.gather(runs, (batch, tokens))  # (CHUNK,)
-    return ct.where(tokens < stop, run, last), entry, last
+    ids = ct.gather(seq_idx, (batch, tokens))  # (CHUNK,)
+    before = ct.gather(seq_idx, (batch, ct.maximum(tokens - 1, sequence_start)))  # (CHUNK,)
+    return ct.cumsum(ct.where((tokens < stop) & (ids != before), 1, 0))
 
 
-def _tokens(array, batch, start, stop, row, column, CHANNELS: ct.Constant[int], VARLEN: ct.Constant[bool]):
-    """A chunk of (batch, seqlen, row, channels), zero past the end, (CHUNK, CHANNELS)."""
+def _tokens(array, batch, start, row, column, CHANNELS: ct.Constant[int], VARLEN: ct.Constant[bool]):
+    """A chunk of (batch, seqlen, row, channels), zero past the array's end, (CHUNK, CHANNELS).
+
+    A packed sequence's chunk may begin anywhere and end among the next sequence's tokens, which come too: a slice would
+    have every program write a descriptor for the copy.
+    """
     if VARLEN:
-        end = ct.minimum(start + CHUNK, stop)
-        tile = ct.load(array.slice(1, start, end), (batch, 0, row, column), (1, CHUNK, 1, CHANNELS), padding_mode=_ZERO)
+        view = array.tiled_view((1, CHUNK, 1, CHANNELS), padding_mode=_ZERO, traversal_steps=(1, 1, 1, CHANNELS))
+        tile = view.load((batch, start, row, column), latency=8)
     else:
         index = (batch, start // CHUNK, row, column)
         tile = ct.load(array, index, (1, CHUNK, 1, CHANNELS), padding_mode=_ZERO, latency=8)
@@ -85,8 +94,7 @@ def _decays_kernel(
     dt,  # (batch, seqlen, nheads)
     A,  # (nheads,)
     dt_bias,  # (nheads,)
-    runs,  # (batch, seqlen)
-    slot_sequence,  # (nslots,)
+    seq_idx,  # (batch, seqlen)
     cu_seqlens,  # (nseq + 1,)
     decays,  # (batch, nheads, nslots, rows, CHUNK)
     low: float,
@@ -109,18 +117,15 @@ def _decays_kernel(
     sequence_start = 0
     stop = seqlen
     if VARLEN:
-        start, sequence_start, stop = _chunk_of_slot(slot, slot_sequence, cu_seqlens)
+        start, sequence_start, stop = _chunk_of_slot(slot, cu_seqlens)
     if start < stop:
         # One head's tokens are nheads apart: a tile of several heads reads whole sectors.
+        shape = (1, CHUNK, BLOCK_HEADS)
         if VARLEN:
-            tile = ct.load(
-                dt.slice(1, start, ct.minimum(start + CHUNK, stop)),
-                (batch, 0, head_block),
-                (1, CHUNK, BLOCK_HEADS),
-                padding_mode=_ZERO,
-            )
+            view = dt.tiled_view(shape, padding_mode=_ZERO, traversal_steps=(1, 1, BLOCK_HEADS))
+            tile = view.load((batch, start, head_block))
         else:
-            tile = ct.load(dt, (batch, slot, head_block), (1, CHUNK, BLOCK_HEADS), padding_mode=_ZERO)
+            tile = ct.load(dt, (batch, slot, head_block), shape, padding_mode=_ZERO)
         d = tile.reshape((CHUNK, BLOCK_HEADS)).transpose().astype(ct.float32)  # (BLOCK_HEADS, CHUNK)
         if HAS_BIAS:
             bias = ct.load(dt_bias, (head_block,), (BLOCK_HEADS,), padding_mode=_ZERO)  # (BLOCK_HEADS,)
@@ -151,7 +156,7 @@ def _decays_kernel(
             from_entry = ct.exp2(a_log2)  # (BLOCK_HEADS, CHUNK)
         to_end = d * ct.exp2(to_end_log2)  # (BLOCK_HEADS, CHUNK)
         if ISOLATED:
-            run, entry, last = _runs_of_chunk(runs, batch, start, sequence_start, stop)
+            run = _runs_of_chunk(seq_idx, batch, start, sequence_start, stop)  # (CHUNK,)
             place = ct.arange(CHUNK, dtype=ct.int32)  # (CHUNK,)
             after = (run[:, None] == run[None, :]) & (place[:, None] <= place[None, :])  # (CHUNK, CHUNK)
             spoilt = ct.mma(
@@ -159,9 +164,9 @@ def _decays_kernel(
                 after.astype(ct.bfloat16),
                 ct.zeros((BLOCK_HEADS, CHUNK), ct.float32),
             )  # (BLOCK_HEADS, CHUNK), how many tokens of the run so far are not finite
-            from_entry = ct.where((run == entry)[None, :], from_entry, 0.0)
+            from_entry = ct.where((run == 0)[None, :], from_entry, 0.0)
             from_entry = ct.where(spoilt > 0.0, float("nan"), from_entry)
-            to_end = ct.where((run == last)[None, :], to_end, 0.0)
+            to_end = ct.where((run == ct.extract(run, (CHUNK - 1,), (1,)))[None, :], to_end, 0.0)
 
         shape = (1, BLOCK_HEADS, 1, 1, CHUNK)
         ct.store(decays, (batch, head_block, slot, A_LOG2, 0), a_log2.reshape(shape))
@@ -179,8 +184,7 @@ def _decays_kernel(
 def _group_products_kernel(
     B,  # (batch, seqlen, ngroups, dstate)
     C,  # (batch, seqlen, ngroups, dstate)
-    runs,  # (batch, seqlen)
-    slot_sequence,  # (nslots,)
+    seq_idx,  # (batch, seqlen)
     cu_seqlens,  # (nseq + 1,)
     products,  # (batch, nslots, ngroups, CHUNK, CHUNK)
     B_kept,  # (batch, nslots * CHUNK, ngroups, dstate)
@@ -190,6 +194,7 @@ def _group_products_kernel(
     VARLEN: ct.Constant[bool],
     OPERAND: ct.Constant[int],
 ):
+    ct.grid_dependency_control_launch_dependents()
     nslots, ngroups = products.shape[1], products.shape[2]
     group = ct.bid(0) % ngroups
     slot = ct.bid(0) // ngroups % nslots
@@ -198,23 +203,25 @@ def _group_products_kernel(
     sequence_start = 0
     stop = seqlen
     if VARLEN:
-        start, sequence_start, stop = _chunk_of_slot(slot, slot_sequence, cu_seqlens)
+        start, sequence_start, stop = _chunk_of_slot(slot, cu_seqlens)
     if start < stop:
         place = ct.arange(CHUNK, dtype=ct.int32)  # (CHUNK,)
         seen = place[:, None] >= place[None, :]  # (CHUNK, CHUNK)
+        leaves = start + place < stop  # (CHUNK,)
         if ISOLATED:
-            run, _, last = _runs_of_chunk(runs, batch, start, sequence_start, stop)
+            run = _runs_of_chunk(seq_idx, batch, start, sequence_start, stop)  # (CHUNK,)
+            leaves = leaves & (run == ct.extract(run, (CHUNK - 1,), (1,)))  # (CHUNK,)
             seen = seen & (run[:, None] == run[None, :])
         product = ct.zeros((CHUNK, CHUNK), ct.float32)
         for block in range(ct.cdiv(B.shape[3], BLOCK_DSTATE)):
-            C_tile = _tokens(C, batch, start, stop, group, block, BLOCK_DSTATE, VARLEN)
-            B_tile = _tokens(B, batch, start, stop, group, block, BLOCK_DSTATE, VARLEN)
+            C_tile = _tokens(C, batch, start, group, block, BLOCK_DSTATE, VARLEN)
+            B_tile = _tokens(B, batch, start, group, block, BLOCK_DSTATE, VARLEN)
             product = _product(C_tile, B_tile.transpose(), product, OPERAND)
-            if ISOLATED:
-                kept = ct.where((run == last)[:, None], B_tile, ct.zeros((CHUNK, BLOCK_DSTATE), B.dtype))
+            if ISOLATED or VARLEN:
+                kept = ct.where(leaves[:, None], B_tile, ct.zeros((CHUNK, BLOCK_DSTATE), B.dtype))
                 ct.store(B_kept, (batch, slot, group, block), kept.reshape((1, CHUNK, 1, BLOCK_DSTATE)))
-        product = ct.where(seen, product, 0.0)
-        ct.store(products, (batch, slot, group, 0, 0), product.reshape((1, 1, 1, CHUNK, CHUNK)))
+        product = ct.where(seen, product, 0.0).reshape((1, 1, 1, CHUNK, CHUNK))
+        ct.store(products, (batch, slot, group, 0, 0), product)
     # It needs nothing of the kernel before it and runs beside it, but what comes next needs both.
     ct.grid_dependency_control_wait()
 
@@ -230,7 +237,7 @@ def _next_state(
     B_tile,
     to_end,
     factor,
-    ISOLATED: ct.Constant[bool],
+    SELECT: ct.Constant[bool],
     COMPENSATED: ct.Constant[bool],
     OPERAND: ct.Constant[int],
 ):
@@ -239,7 +246,7 @@ def _next_state(
     Only the left operand is computed: it goes from registers to the matrix unit, a right one through shared memory.
     COMPENSATED splits it in two, of which the larger is exact in 16 bits.
     """
-    if ISOLATED:
+    if SELECT:
         # What is not finite must not cross a boundary as 0 * NaN.
         state = ct.where(factor == 0.0, 0.0, state)
         x_t = ct.where(to_end[None, :] == 0.0, 0.0, x_t)
@@ -300,6 +307,8 @@ def _part_states_kernel(
     COMPENSATED: ct.Constant[bool],
     OPERAND: ct.Constant[int],
 ):
+    ct.grid_dependency_control_launch_dependents()
+    ct.grid_dependency_control_wait()
     column = ct.bid(0) % ct.cdiv(B.shape[3], BLOCK_DSTATE)
     index = ct.bid(0) // ct.cdiv(B.shape[3], BLOCK_DSTATE)
     unit = whole + index // npasses
@@ -314,13 +323,15 @@ def _part_states_kernel(
     total = ct.ones((1, 1), ct.float32)
     for chunk in range(part * nchunks // nparts, (part + 1) * nchunks // nparts):
         decay = _decays_of_chunk(decays, batch, head, chunk, PRECISE, 8)
-        x_tile = _tokens(x, batch, chunk * CHUNK, 0, head, head_block, BLOCK_HEADDIM, False)
-        B_tile = _tokens(B, batch, chunk * CHUNK, 0, group, column, BLOCK_DSTATE, False)
+        x_tile = _tokens(x, batch, chunk * CHUNK, head, head_block, BLOCK_HEADDIM, False)
+        B_tile = _tokens(B, batch, chunk * CHUNK, group, column, BLOCK_DSTATE, False)
         factor = ct.extract(decay, (FROM_ENTRY, CHUNK - 1), (1, 1))
         x_t = x_tile.transpose().astype(ct.float32)  # (BLOCK_HEADDIM, CHUNK)
         state = _next_state(state, x_t, B_tile, _row(decay, TO_END), factor, ISOLATED, COMPENSATED, OPERAND)
-        total = total * factor
-    ct.store(part_states, (index, 0, column), state.reshape((1, BLOCK_HEADDIM, BLOCK_DSTATE)))
+        # What is not finite ends at a boundary too.
+        total = ct.where(factor == 0.0, 0.0, total * factor) if ISOLATED else total * factor
+    # A kernel that waits first and then loops does not compile with TMA for its last store.
+    ct.store(part_states, (index, 0, column), state.reshape((1, BLOCK_HEADDIM, BLOCK_DSTATE)), allow_tma=False)
     if column == 0:
         ct.store(part_factors, (index, 0), total)
 
@@ -356,6 +367,9 @@ def _scan_kernel(
     COMPENSATED: ct.Constant[bool],
     OPERAND: ct.Constant[int],
 ):
+    if SEGMENTED:
+        # Unsegmented it is launched when all before it has ended.
+        ct.grid_dependency_control_wait()
     nheads = x.shape[2]
     head_blocks = ct.cdiv(x.shape[3], BLOCK_HEADDIM)
     unit = ct.bid(0)
@@ -406,17 +420,15 @@ def _scan_kernel(
     for chunk in range(segment * nchunks // segments, (segment + 1) * nchunks // segments):
         start = first + chunk * CHUNK
         # The order of these loads is that in which the copies are issued: that in which their memory is released.
-        C_tile = _tokens(C, batch, start, stop, group, 0, BLOCK_DSTATE, VARLEN)  # (CHUNK, BLOCK_DSTATE)
-        x_tile = _tokens(x, batch, start, stop, head, head_block, BLOCK_HEADDIM, VARLEN)  # (CHUNK, BLOCK_HEADDIM)
+        C_tile = _tokens(C, batch, start, group, 0, BLOCK_DSTATE, VARLEN)  # (CHUNK, BLOCK_DSTATE)
+        x_tile = _tokens(x, batch, start, head, head_block, BLOCK_HEADDIM, VARLEN)  # (CHUNK, BLOCK_HEADDIM)
         # A low latency makes the compiler unroll the loop and keep more buffers, which costs more than it brings where
         # the states of the parts take some.
         decay = _decays_of_chunk(decays, batch, head, slot + chunk, PRECISE, 8 if SEGMENTED else 1)
         product = ct.load(products, (batch, slot + chunk, group, 0, 0), (1, 1, 1, CHUNK, CHUNK), latency=8)
         product = product.reshape((CHUNK, CHUNK))
-        if ISOLATED:  # B comes as copied by chunks
-            B_tile = _tokens(B, batch, (slot + chunk) * CHUNK, 0, group, 0, BLOCK_DSTATE, False)
-        else:
-            B_tile = _tokens(B, batch, start, stop, group, 0, BLOCK_DSTATE, VARLEN)
+        # Of packed sequences, B comes as copied by chunks.
+        B_tile = _tokens(B, batch, (slot + chunk) * CHUNK, group, 0, BLOCK_DSTATE, False)  # (CHUNK, BLOCK_DSTATE)
 
         a_log2 = _row(decay, A_LOG2)  # (CHUNK,)
         if not PRECISE:
@@ -443,16 +455,24 @@ def _scan_kernel(
         x_t = x_t.astype(ct.float32)
         y_t = y_t + x_t * skip  # a skip of 0 too: it makes a token's own NaN show
         if GATED:
-            z_tile = _tokens(z, batch, start, stop, head, head_block, BLOCK_HEADDIM, VARLEN)
+            z_tile = _tokens(z, batch, start, head, head_block, BLOCK_HEADDIM, VARLEN)
             y_t = y_t * _silu(z_tile.transpose().astype(ct.float32))
 
         factor = ct.extract(decay, (FROM_ENTRY, CHUNK - 1), (1, 1))
-        state = _next_state(state, x_t, B_tile, _row(decay, TO_END), factor, ISOLATED, COMPENSATED, OPERAND)
-        y = y_t.transpose().astype(out.dtype).reshape((1, CHUNK, 1, BLOCK_HEADDIM))
-        if VARLEN:
-            ct.store(out.slice(1, start, ct.minimum(start + CHUNK, stop)), (batch, 0, head, head_block), y)
+        # A chunk of a packed sequence may end among the next one's tokens.
+        select = ISOLATED or VARLEN
+        state = _next_state(state, x_t, B_tile, _row(decay, TO_END), factor, select, COMPENSATED, OPERAND)
+        y = y_t.transpose().astype(out.dtype)  # (CHUNK, BLOCK_HEADDIM)
+        if not VARLEN:
+            ct.store(out, (batch, chunk, head, head_block), y.reshape((1, CHUNK, 1, BLOCK_HEADDIM)))
+        elif start + CHUNK <= stop:
+            view = out.tiled_view((1, CHUNK, 1, BLOCK_HEADDIM), traversal_steps=(1, 1, 1, BLOCK_HEADDIM))
+            view.store((batch, start, head, head_block), y.reshape((1, CHUNK, 1, BLOCK_HEADDIM)))
         else:
-            ct.store(out, (batch, chunk, head, head_block), y)
+            tokens = start + ct.arange(CHUNK, dtype=ct.int32)[:, None]  # (CHUNK, 1)
+            channels = head_block * BLOCK_HEADDIM + ct.arange(BLOCK_HEADDIM, dtype=ct.int32)[None, :]
+            ct.scatter(out, (batch, tokens, head, channels), y, mask=tokens < stop)
 
     if segment == segments - 1:
-        ct.store(final_states, (row, head, head_block, 0), state.reshape((1, 1, BLOCK_HEADDIM, BLOCK_DSTATE)))
+        state = state.reshape((1, 1, BLOCK_HEADDIM, BLOCK_DSTATE))
+        ct.store(final_states, (row, head, head_block, 0), state, allow_tma=not SEGMENTED)

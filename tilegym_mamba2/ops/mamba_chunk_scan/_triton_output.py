@@ -77,6 +77,7 @@ def _walk(
     D,
     seq_idx_base,
     gram_ptr,
+    gram_log2_ptr,
     vectors_ptr,
     exit_ptr,
     out_base,
@@ -117,14 +118,15 @@ def _walk(
 ):
     """Writes the outputs of slots part_first to part_stop, and returns the state after them, and the largest |y|.
 
-    With float16 products that is how an operand that overflowed shows itself; it is 0 otherwise.
+    With float16 products that is how an operand that overflowed shows itself: as the bits of a float16, which are in
+    order, infinity and NaN above all others; it is 0 otherwise.
     """
     if tl.float16 == DOT:
         SCALE: tl.constexpr = FLOAT16_SCALE
-        peak = tl.zeros((BLOCK_HEADDIM, BLOCK_CHUNK), tl.float16)
+        peak = tl.zeros((BLOCK_HEADDIM,), tl.int32)
     else:
         SCALE: tl.constexpr = tl.constexpr(1.0)
-        peak = 0.0
+        peak = 0
     position = tl.arange(0, BLOCK_CHUNK)
     headdims = headdim_first + tl.arange(0, BLOCK_HEADDIM)
     for c in tl.range(part_first, part_stop, num_stages=NUM_STAGES):
@@ -143,11 +145,14 @@ def _walk(
         gram = tl.load(gram_ptrs)  # (chunk i, chunk j)
         sums = tl.load(vectors + SUM_LOG2 * BLOCK_CHUNK + position)  # (chunk,)
         d = tl.load(vectors + TIME_STEP * BLOCK_CHUNK + position)
-        exponent = sums[:, None] - sums[None, :]
+        if gram_ptr.dtype.element_ty == tl.float16:
+            exponent = (sums + tl.load(gram_log2_ptr + gram_row + position))[:, None] - sums[None, :]
+        else:
+            exponent = sums[:, None] - sums[None, :]
         if SPLIT_SUM:
             low = tl.load(vectors + SUM_LOG2_LOW * BLOCK_CHUNK + position)
             exponent += low[:, None] - low[None, :]
-        weight = gram * tl.exp2(tl.minimum(exponent, _MAX_LOG2)) * d[None, :]  # (chunk i, chunk j)
+        weight = gram.to(tl.float32) * tl.exp2(tl.minimum(exponent, _MAX_LOG2)) * d[None, :]  # (chunk i, chunk j)
         # This product comes first: by the time that it is done, so is the last block's update of the state.
         if CAREFUL:
             weight, weight_factor = to_operand(weight, DOT)
@@ -179,7 +184,8 @@ def _walk(
         if HAS_D:
             y += tl.trans(x).to(tl.float32) * D[:, None]
         if tl.float16 == DOT:
-            peak = tl.maximum(peak, tl.abs(y.to(tl.float16)), propagate_nan=tl.PropagateNan.ALL)
+            bits = y.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+            peak = tl.maximum(peak, tl.max(bits, axis=1))
         y = tl.trans(y)  # (chunk, headdim)
         tokens = (first + position).to(tl.int64)
         inside = (first + position < length)[:, None]
@@ -195,6 +201,175 @@ def _walk(
             out_ptrs = out_base + tokens[:, None] * (nheads * HEADDIM) + headdims[None, :]
             tl.store(out_ptrs, y.to(out_base.dtype.element_ty), mask=inside)
     return state, peak
+
+
+@triton.jit
+def scan_item(
+    pair,
+    segment,
+    nsegments,
+    headdim_first,
+    x_ptr,
+    B_ptr,
+    C_ptr,
+    z_ptr,
+    D_ptr,
+    initial_ptr,
+    seq_idx_ptr,
+    cu_seqlens_ptr,
+    gram_ptr,
+    gram_log2_ptr,
+    vectors_ptr,
+    exit_ptr,
+    part_states_ptr,
+    part_decay_ptr,
+    out_ptr,
+    final_ptr,
+    seqlen,
+    nheads,
+    ngroups,
+    nslots_row,
+    nparts_segment,
+    nparts,
+    first_pair,
+    stride_x_batch,
+    stride_x_token,
+    stride_x_head,
+    stride_B_batch,
+    stride_B_token,
+    stride_B_group,
+    stride_C_batch,
+    stride_C_token,
+    stride_C_group,
+    stride_z_batch,
+    stride_z_token,
+    stride_z_head,
+    stride_D_head,
+    stride_D_headdim,
+    stride_initial_batch,
+    stride_initial_head,
+    stride_initial_headdim,
+    stride_initial_dstate,
+    stride_seq_idx_batch,
+    stride_seq_idx_token,
+    stride_x_headdim,
+    stride_B_dstate,
+    stride_C_dstate,
+    stride_z_headdim,
+    HEADDIM: tl.constexpr,
+    DSTATE: tl.constexpr,
+    SPLIT_SUM: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    NVECTORS: tl.constexpr,
+    BLOCK_CHUNK: tl.constexpr,
+    BLOCK_HEADDIM: tl.constexpr,
+    BLOCK_DSTATE: tl.constexpr,
+    UNIT: tl.constexpr,
+    Z_UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
+    """Walks over a segment for a head and a tile of headdim: writes its outputs, and the final state if it is the last.
+
+    The second walk, with selections and with float16 operands that fit, is for what met something not finite. AGAIN
+    says that this is known, and leaves the first out.
+    """
+    sequence = pair // nheads
+    head = pair % nheads
+    group = head // (nheads // ngroups)
+    row, begin, length, slot, nslots = slots_of_sequence(
+        cu_seqlens_ptr, sequence, seqlen, nslots_row, BLOCK_CHUNK, cu_seqlens_ptr is not None
+    )
+    segment_slots = tl.cdiv(nslots, nsegments)
+    walk_first = tl.minimum(segment * segment_slots, nslots)
+    walk_stop = tl.minimum(walk_first + segment_slots, nslots)
+
+    x_token = stride_x_token * UNIT
+    B_token = stride_B_token * UNIT
+    C_token = stride_C_token * UNIT
+    head_long = head.to(tl.int64)
+    group_long = group.to(tl.int64)
+    x_base = x_ptr + row * (stride_x_batch * UNIT) + begin * x_token + head_long * (stride_x_head * UNIT)
+    B_base = B_ptr + row * (stride_B_batch * UNIT) + begin * B_token + group_long * (stride_B_group * UNIT)
+    C_base = C_ptr + row * (stride_C_batch * UNIT) + begin * C_token + group_long * (stride_C_group * UNIT)
+    out_base = out_ptr + ((row * seqlen + begin) * nheads + head) * HEADDIM
+    x_source = tile_source(x_base, length, x_token, HEADDIM, BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
+    B_source = tile_source(B_base, length, B_token, DSTATE, BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
+    C_source = tile_source(C_base, length, C_token, DSTATE, BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
+    out_sink = tile_source(out_base, length, nheads * HEADDIM, HEADDIM, BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
+    headdims = headdim_first + tl.arange(0, BLOCK_HEADDIM)
+    dstates = tl.arange(0, BLOCK_DSTATE)
+    inside = (headdims < HEADDIM)[:, None] & (dstates < DSTATE)[None, :]
+    offsets = headdims[:, None] * DSTATE + dstates[None, :]
+    if D_ptr is not None:
+        D_ptrs = D_ptr + head_long * stride_D_head + headdims * stride_D_headdim
+        D = tl.load(D_ptrs, mask=headdims < HEADDIM, other=0.0).to(tl.float32)  # (headdim,)
+    else:
+        D = 0.0
+    if z_ptr is not None:
+        z_token = stride_z_token * Z_UNIT
+        z_base = z_ptr + row * (stride_z_batch * Z_UNIT) + begin * z_token + head_long * (stride_z_head * Z_UNIT)
+    else:
+        z_token = stride_z_token
+        z_base = out_base
+    if seq_idx_ptr is not None:
+        seq_idx_base = seq_idx_ptr + row * stride_seq_idx_batch + begin * stride_seq_idx_token
+    else:
+        seq_idx_base = exit_ptr
+    if initial_ptr is not None:
+        initial_base = initial_ptr + sequence.to(tl.int64) * stride_initial_batch + head_long * stride_initial_head
+        offsets_initial = (
+            headdims.to(tl.int64)[:, None] * stride_initial_headdim
+            + dstates.to(tl.int64)[None, :] * stride_initial_dstate
+        )
+    else:
+        initial_base = initial_ptr
+        offsets_initial = offsets
+    first_part = (pair - first_pair).to(tl.int64) * nparts
+
+    if tl.float16 == DOT:
+        SCALE: tl.constexpr = FLOAT16_SCALE
+    else:
+        SCALE: tl.constexpr = tl.constexpr(1.0)
+    if AGAIN:
+        state = tl.zeros((BLOCK_HEADDIM, BLOCK_DSTATE), tl.float32)
+        finite = 0
+    else:
+        state = _entry_state(
+            initial_base, part_states_ptr, part_decay_ptr, offsets_initial, offsets, inside, first_part,
+            segment * nparts_segment, HEADDIM, DSTATE, BLOCK_HEADDIM, BLOCK_DSTATE,
+        )  # fmt: skip
+        state, peak = _walk(
+            state * SCALE, walk_first, walk_stop, x_source, B_source, C_source, z_base, D, seq_idx_base, gram_ptr,
+            gram_log2_ptr, vectors_ptr, exit_ptr, out_base, out_sink, slot, length, nheads, head, ngroups, group,
+            headdim_first, x_token, B_token, C_token, z_token, stride_seq_idx_token, stride_x_headdim, stride_B_dstate,
+            stride_C_dstate, stride_z_headdim, HEADDIM, DSTATE, D_ptr is not None, z_ptr is not None,
+            seq_idx_ptr is not None, SPLIT_SUM, COMPENSATED, NVECTORS, BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, WIDE,
+            USE_TMA, DOT, PRECISION, NUM_STAGES, False,
+        )  # fmt: skip
+        finite = tl.min(is_finite(state).to(tl.int32))
+        if tl.float16 == DOT:
+            finite = tl.minimum(finite, (tl.max(peak) < 0x7C00).to(tl.int32))
+    if finite == 0:
+        state = _entry_state(
+            initial_base, part_states_ptr, part_decay_ptr, offsets_initial, offsets, inside, first_part,
+            segment * nparts_segment, HEADDIM, DSTATE, BLOCK_HEADDIM, BLOCK_DSTATE,
+        )  # fmt: skip
+        state, _ = _walk(
+            state * SCALE, walk_first, walk_stop, x_source, B_source, C_source, z_base, D, seq_idx_base, gram_ptr,
+            gram_log2_ptr, vectors_ptr, exit_ptr, out_base, out_sink, slot, length, nheads, head, ngroups, group,
+            headdim_first, x_token, B_token, C_token, z_token, stride_seq_idx_token, stride_x_headdim, stride_B_dstate,
+            stride_C_dstate, stride_z_headdim, HEADDIM, DSTATE, D_ptr is not None, z_ptr is not None,
+            seq_idx_ptr is not None, SPLIT_SUM, COMPENSATED, NVECTORS, BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, WIDE,
+            USE_TMA, DOT, PRECISION, 1, True,
+        )  # fmt: skip
+    if segment == nsegments - 1:
+        final = (sequence.to(tl.int64) * nheads + head) * HEADDIM * DSTATE
+        tl.store(final_ptr + final + offsets, state * (1.0 / SCALE), mask=inside)
 
 
 @triton.jit(
@@ -217,6 +392,7 @@ def _scan_output_kernel(
     seq_idx_ptr,
     cu_seqlens_ptr,
     gram_ptr,
+    gram_log2_ptr,
     vectors_ptr,
     exit_ptr,
     part_states_ptr,
@@ -282,92 +458,14 @@ def _scan_output_kernel(
     else:
         pair = first_pair + (program - first_pair) % npairs
         segment = (program - first_pair) // npairs
-    sequence = pair // nheads
-    head = pair % nheads
-    group = head // (nheads // ngroups)
-    row, begin, length, slot, nslots = slots_of_sequence(
-        cu_seqlens_ptr, sequence, seqlen, nslots_row, BLOCK_CHUNK, cu_seqlens_ptr is not None
-    )
-    segment_slots = tl.cdiv(nslots, nsegments)
-    walk_first = tl.minimum(segment * segment_slots, nslots)
-    walk_stop = tl.minimum(walk_first + segment_slots, nslots)
-
-    x_token = stride_x_token * UNIT
-    B_token = stride_B_token * UNIT
-    C_token = stride_C_token * UNIT
-    head_long = head.to(tl.int64)
-    group_long = group.to(tl.int64)
-    x_base = x_ptr + row * (stride_x_batch * UNIT) + begin * x_token + head_long * (stride_x_head * UNIT)
-    B_base = B_ptr + row * (stride_B_batch * UNIT) + begin * B_token + group_long * (stride_B_group * UNIT)
-    C_base = C_ptr + row * (stride_C_batch * UNIT) + begin * C_token + group_long * (stride_C_group * UNIT)
-    out_base = out_ptr + ((row * seqlen + begin) * nheads + head) * HEADDIM
-    x_source = tile_source(x_base, length, x_token, HEADDIM, BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
-    B_source = tile_source(B_base, length, B_token, DSTATE, BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
-    C_source = tile_source(C_base, length, C_token, DSTATE, BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
-    out_sink = tile_source(out_base, length, nheads * HEADDIM, HEADDIM, BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
-    headdims = headdim_first + tl.arange(0, BLOCK_HEADDIM)
-    dstates = tl.arange(0, BLOCK_DSTATE)
-    inside = (headdims < HEADDIM)[:, None] & (dstates < DSTATE)[None, :]
-    offsets = headdims[:, None] * DSTATE + dstates[None, :]
-    if D_ptr is not None:
-        D_ptrs = D_ptr + head_long * stride_D_head + headdims * stride_D_headdim
-        D = tl.load(D_ptrs, mask=headdims < HEADDIM, other=0.0).to(tl.float32)  # (headdim,)
-    else:
-        D = 0.0
-    if z_ptr is not None:
-        z_token = stride_z_token * Z_UNIT
-        z_base = z_ptr + row * (stride_z_batch * Z_UNIT) + begin * z_token + head_long * (stride_z_head * Z_UNIT)
-    else:
-        z_token = stride_z_token
-        z_base = out_base
-    if seq_idx_ptr is not None:
-        seq_idx_base = seq_idx_ptr + row * stride_seq_idx_batch + begin * stride_seq_idx_token
-    else:
-        seq_idx_base = exit_ptr
-    if initial_ptr is not None:
-        initial_base = initial_ptr + sequence.to(tl.int64) * stride_initial_batch + head_long * stride_initial_head
-        offsets_initial = (
-            headdims.to(tl.int64)[:, None] * stride_initial_headdim
-            + dstates.to(tl.int64)[None, :] * stride_initial_dstate
-        )
-    else:
-        initial_base = initial_ptr
-        offsets_initial = offsets
-    first_part = (pair - first_pair).to(tl.int64) * nparts
-
-    # The second walk, with selections and with float16 operands that fit, is for what met something not finite.
-    if tl.float16 == DOT:
-        SCALE: tl.constexpr = FLOAT16_SCALE
-    else:
-        SCALE: tl.constexpr = tl.constexpr(1.0)
-    state = _entry_state(
-        initial_base, part_states_ptr, part_decay_ptr, offsets_initial, offsets, inside, first_part,
-        segment * nparts_segment, HEADDIM, DSTATE, BLOCK_HEADDIM, BLOCK_DSTATE,
+    scan_item(
+        pair, segment, nsegments, headdim_first, x_ptr, B_ptr, C_ptr, z_ptr, D_ptr, initial_ptr, seq_idx_ptr,
+        cu_seqlens_ptr, gram_ptr, gram_log2_ptr, vectors_ptr, exit_ptr, part_states_ptr, part_decay_ptr,
+        out_ptr, final_ptr, seqlen, nheads, ngroups, nslots_row, nparts_segment, nparts, first_pair,
+        stride_x_batch, stride_x_token, stride_x_head, stride_B_batch, stride_B_token, stride_B_group,
+        stride_C_batch, stride_C_token, stride_C_group, stride_z_batch, stride_z_token, stride_z_head,
+        stride_D_head, stride_D_headdim, stride_initial_batch, stride_initial_head, stride_initial_headdim,
+        stride_initial_dstate, stride_seq_idx_batch, stride_seq_idx_token, stride_x_headdim, stride_B_dstate,
+        stride_C_dstate, stride_z_headdim, HEADDIM, DSTATE, SPLIT_SUM, COMPENSATED, NVECTORS, BLOCK_CHUNK,
+        BLOCK_HEADDIM, BLOCK_DSTATE, UNIT, Z_UNIT, WIDE, USE_TMA, DOT, PRECISION, NUM_STAGES, False,
     )  # fmt: skip
-    state, peak = _walk(
-        state * SCALE, walk_first, walk_stop, x_source, B_source, C_source, z_base, D, seq_idx_base, gram_ptr,
-        vectors_ptr, exit_ptr, out_base, out_sink, slot, length, nheads, head, ngroups, group, headdim_first, x_token,
-        B_token, C_token, z_token, stride_seq_idx_token, stride_x_headdim, stride_B_dstate, stride_C_dstate,
-        stride_z_headdim, HEADDIM, DSTATE, D_ptr is not None, z_ptr is not None, seq_idx_ptr is not None, SPLIT_SUM,
-        COMPENSATED, NVECTORS, BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, WIDE, USE_TMA, DOT, PRECISION, NUM_STAGES,
-        False,
-    )  # fmt: skip
-    finite = tl.min(is_finite(state).to(tl.int32))
-    if tl.float16 == DOT:
-        finite = tl.minimum(finite, tl.min(is_finite(peak).to(tl.int32)))
-    if finite == 0:
-        state = _entry_state(
-            initial_base, part_states_ptr, part_decay_ptr, offsets_initial, offsets, inside, first_part,
-            segment * nparts_segment, HEADDIM, DSTATE, BLOCK_HEADDIM, BLOCK_DSTATE,
-        )  # fmt: skip
-        state, _ = _walk(
-            state * SCALE, walk_first, walk_stop, x_source, B_source, C_source, z_base, D, seq_idx_base, gram_ptr,
-            vectors_ptr, exit_ptr, out_base, out_sink, slot, length, nheads, head, ngroups, group, headdim_first,
-            x_token, B_token, C_token, z_token, stride_seq_idx_token, stride_x_headdim, stride_B_dstate,
-            stride_C_dstate, stride_z_headdim, HEADDIM, DSTATE, D_ptr is not None, z_ptr is not None,
-            seq_idx_ptr is not None, SPLIT_SUM, COMPENSATED, NVECTORS, BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, WIDE,
-            USE_TMA, DOT, PRECISION, 1, True,
-        )  # fmt: skip
-    if segment == nsegments - 1:
-        final = (sequence.to(tl.int64) * nheads + head) * HEADDIM * DSTATE
-        tl.store(final_ptr + final + offsets, state * (1.0 / SCALE), mask=inside)

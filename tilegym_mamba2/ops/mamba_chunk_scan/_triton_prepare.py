@@ -3,6 +3,9 @@
     a[t] = sum(d[s] * A for s <= t in t's block),   gram[i, j] = C[i] . B[j] for j <= i in i's run of seq_idx, else 0
 
 A program owns the vectors of a slot's block for several heads, or its gram for a group; dt, B and C are read once.
+
+A float16 gram is gram[i, j] / 2**gram_log2[i], whose largest in a row is at least 2**14 and below 2**15. So a row does
+not lose by the size of others, and its elements keep float16's 11 bits down to 2**-29 of its largest.
 """
 
 import triton
@@ -20,6 +23,8 @@ from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import (
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_LOG2 = tl.constexpr(-160.0)
+# The walk adds gram_log2 to the exponent of the decay, whose own range a smaller one would use up.
+_MIN_GRAM_LOG2 = tl.constexpr(-80)
 
 
 @triton.jit
@@ -141,6 +146,7 @@ def _write_gram(
     C_ptr,
     seq_idx_ptr,
     gram_ptr,
+    gram_log2_ptr,
     slot,
     row,
     begin,
@@ -184,10 +190,17 @@ def _write_gram(
         changes = changes_at(seq_idx_ptr + row * stride_seq_idx_batch, token, begin, stop, stride_seq_idx_token)
         run = tl.cumsum(changes, axis=0)  # (chunk,)
         visible = visible & (run[:, None] == run[None, :])
+    gram = tl.where(visible, gram, 0.0)
     block = slot.to(tl.int64) * ngroups + group
+    if gram_ptr.dtype.element_ty == tl.float16:
+        largest = tl.max(tl.where(is_finite(gram), tl.abs(gram), 0.0), axis=1)  # (chunk,)
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+        log2 = tl.maximum(exponent - 14, _MIN_GRAM_LOG2)
+        gram *= ((127 - log2) << 23).to(tl.float32, bitcast=True)[:, None]  # 2**-log2
+        tl.store(gram_log2_ptr + block * BLOCK_CHUNK + position, log2.to(tl.float32))
     offsets = position[:, None] * BLOCK_CHUNK + position[None, :]
     gram_ptrs = gram_ptr + block * (BLOCK_CHUNK * BLOCK_CHUNK) + offsets
-    tl.store(gram_ptrs, tl.where(visible, gram, 0.0))
+    tl.store(gram_ptrs, gram.to(gram_ptr.dtype.element_ty))
 
 
 @triton.jit(
@@ -209,6 +222,7 @@ def _scan_prepare_kernel(
     vectors_ptr,
     exit_ptr,
     gram_ptr,
+    gram_log2_ptr,
     seqlen: tl.int32,
     nheads: tl.int32,
     ngroups: tl.int32,
@@ -257,10 +271,10 @@ def _scan_prepare_kernel(
         if program < ngrams:
             group = (program % ngroups).to(tl.int64)
             _write_gram(
-                B_ptr, C_ptr, seq_idx_ptr, gram_ptr, slot, row, begin, first, stop, group, ngroups, stride_B_batch,
-                stride_B_token, stride_B_group, stride_C_batch, stride_C_token, stride_C_group, stride_seq_idx_batch,
-                stride_seq_idx_token, stride_B_dstate, stride_C_dstate, DSTATE, BLOCK_CHUNK, BLOCK_DSTATE, UNIT, WIDE,
-                DOT, PRECISION,
+                B_ptr, C_ptr, seq_idx_ptr, gram_ptr, gram_log2_ptr, slot, row, begin, first, stop, group, ngroups,
+                stride_B_batch, stride_B_token, stride_B_group, stride_C_batch, stride_C_token, stride_C_group,
+                stride_seq_idx_batch, stride_seq_idx_token, stride_B_dstate, stride_C_dstate, DSTATE, BLOCK_CHUNK,
+                BLOCK_DSTATE, UNIT, WIDE, DOT, PRECISION,
             )  # fmt: skip
         else:
             first_head = ((program - ngrams) % nblocks_heads) * BLOCK_HEADS

@@ -17,10 +17,13 @@ Four kernels, or three where the heads fill the GPU:
 4. `_scan_kernel`: a program owns a tile of headdim of one head, for a sequence or a segment of one, and walks its
    chunks. Each reads x, z and the decays once; B, C and the products come again for each head of the group, from L2.
 
+The second and third, and the fourth if the third ran, are launched early and wait themselves for the end of the kernel
+before, which has waited likewise. The first is not: it may overwrite what an earlier call still reads.
+
 The products are transposed, y.T = S C.T + x.T W.T and S = x.T B, so that S, the accumulator of one product, is the left
 operand of the other without leaving its registers. Runs of seq_idx need nothing of the scan kernel but selections:
 decays and products across a boundary are 0, and B comes as a copy without the tokens before a chunk's last boundary.
-Packed sequences are rows; each begins a chunk of its own, in a slot that needs no host synchronisation to find.
+Packed sequences are rows; each begins a chunk of its own, in a slot that the device finds, and B is copied too.
 """
 
 from typing import Any, NamedTuple
@@ -35,15 +38,24 @@ from tilegym_mamba2.backends._cutile_math import (
     TFLOAT32,
     operand_type,
     power_of_two,
-    run_index,
 )
-from tilegym_mamba2.backends.cutile import Hints, choose, device_info, launch
+from tilegym_mamba2.backends.cutile import (
+    Hints,
+    Launch,
+    Launches,
+    choose,
+    device_info,
+    layouts,
+    planned,
+)
 from tilegym_mamba2.ops.mamba_chunk_scan import _cutile_kernels as kernels
 from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
+_ARGUMENTS = "x dt A B C D z dt_bias initial_states seq_idx cu_seqlens"
 _CHUNK = kernels.CHUNK
 _LARGEST_DSTATE = 256
+_PRODUCTS = {BFLOAT16: "bfloat16", TFLOAT32: "tf32", FLOAT32: "float32"}
 _HEADDIM = 64  # rows of a state that a program owns: what a matrix instruction of Hopper has
 
 
@@ -55,7 +67,7 @@ class _Configuration(NamedTuple):
 
 
 def _configurations(dstate: int, operand: int) -> tuple[_Configuration, ...]:
-    """Configurations, the default first: measured on sm_90 for 16-bit operands, by rule elsewhere."""
+    """Configurations, the choice by rule first; `tilegym-mamba2 tune` measures the others against it."""
     wide = Hints(occupancy=1, num_worker_warps=8)
     if operand in (TFLOAT32, FLOAT32):
         return (_Configuration(wide, wide, 128, 1),)
@@ -63,7 +75,9 @@ def _configurations(dstate: int, operand: int) -> tuple[_Configuration, ...]:
     one = Hints(occupancy=1, num_worker_warps=4)
     if dstate > 128:
         return _Configuration(wide, two, 128, 1), _Configuration(one, two, 128, 1)
-    return _Configuration(two, two, 128, 2), _Configuration(one, two, 128, 1)
+    three = Hints(occupancy=3)
+    smaller = _Configuration(two, three, 64, 2) if dstate > 64 else _Configuration(three, three, 64, 3)
+    return _Configuration(two, two, 128, 2), _Configuration(one, two, 128, 1), smaller
 
 
 def _split(units: int, slots: int, nchunks: int) -> tuple[int, int, int]:
@@ -109,103 +123,112 @@ def mamba_chunk_scan(
         raise NotImplementedError(
             f"backend 'cutile', mamba_chunk_scan: dt_limit is {dt_limit}, and its kernels need time steps of at least 0"
         )
-    batch, seqlen, nheads, headdim = x.shape
-    ngroups, dstate = B.shape[2:]
-    device = x.device
-    rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    out = torch.empty(x.shape, dtype=x.dtype, device=device)
-    final = torch.empty(rows, nheads, headdim, dstate, dtype=torch.float32, device=device)
-    if initial_states is not None:
-        initial_states = initial_states.to(torch.float32)
-    if out.numel() == 0 or final.numel() == 0:
-        out.zero_()
-        final.zero_() if initial_states is None else final.copy_(initial_states)
-        return _returned(out, final, batch, cu_seqlens)
+    if initial_states is not None and initial_states.dtype == torch.float64:
+        initial_states = initial_states.float()
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if rows == 0 or x.numel() == 0:
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        final = torch.zeros((rows, *x.shape[2:], B.shape[3]), dtype=torch.float32, device=x.device)
+        if initial_states is not None:
+            final.copy_(initial_states)
+    else:
+        tensors = (x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens)
+        plan = _plan(layouts(*tensors), dt_softplus, tuple(dt_limit), operand_type(x, B, C), x.device)
+        out, final = plan(tensors)
+    if cu_seqlens is None:
+        return out, final, None
+    last = final[-1:] if rows > 0 else final.new_zeros(x.shape[0], *final.shape[1:])
+    return out, last, final
 
-    operand = operand_type(x, B, C)
+
+@planned
+def _plan(given: Any, dt_softplus: bool, dt_limit: tuple[float, float], operand: int, device: torch.device) -> Launches:
+    x, _, _, B, _, D, z, dt_bias, initial_states, seq_idx, cu_seqlens = given
+    batch, seqlen, nheads, headdim = x[0]
+    ngroups, dstate = B[0][2:]
     if operand == FLOAT16:
         operand = TFLOAT32  # as precise, and a state in float16 would overflow
     precise = operand != BFLOAT16
     # Without D, whose term is exact, rounding the products that make the state shows in out.
     compensated = operand == BFLOAT16 and D is None
-    configuration = choose(_configurations(dstate, operand))
+    configuration = choose(
+        _configurations(dstate, operand), "mamba_chunk_scan", device_info(device), headdim=headdim, dstate=dstate,
+        products=_PRODUCTS[operand], compensated=compensated,
+    )  # fmt: skip
     block_dstate = power_of_two(dstate, 16, _LARGEST_DSTATE)
     parts_dstate = min(block_dstate, configuration.parts_dstate)
     isolated, varlen = seq_idx is not None, cu_seqlens is not None
+    nchunks = -(-seqlen // _CHUNK)
+    rows = cu_seqlens[0][0] - 1 if varlen else batch
+    nslots = seqlen // _CHUNK + rows if varlen else nchunks  # so many hold the chunks of any sequences
 
-    absent = out  # stands for what a call does not have, and is not touched in its place
-    sequences: Tensor = absent if cu_seqlens is None else cu_seqlens
-    slot_sequence = absent
-    nchunks = nslots = -(-seqlen // _CHUNK)
-    if cu_seqlens is not None:
-        # A sequence's first slot is known on the device; so many slots hold the chunks of any sequences.
-        nslots = seqlen // _CHUNK + rows + 1
-        first_slots = cu_seqlens[:-1] // _CHUNK + torch.arange(rows, device=device)
-        slots = torch.arange(nslots, device=device)
-        slot_sequence = torch.searchsorted(first_slots, slots, right=True, out_int32=True) - 1
-    runs = absent if seq_idx is None else run_index(seq_idx)
-
-    decay_rows = kernels.ROWS_PRECISE if precise else kernels.ROWS
-    decays = torch.empty(batch, nheads, nslots, decay_rows, _CHUNK, dtype=torch.float32, device=device)
     block_heads = power_of_two(nheads, 1, 16)
-    launch(
+    decays = Launch(
         kernels._decays_kernel,
         (batch * nslots * -(-nheads // block_heads),),
         (
-            dt, A, absent if dt_bias is None else dt_bias, runs, slot_sequence, sequences, decays, float(dt_limit[0]),
-            float(dt_limit[1]), seqlen, block_heads, dt_bias is not None, dt_softplus, isolated, varlen, precise,
+            float(dt_limit[0]), float(dt_limit[1]), seqlen, block_heads, dt_bias is not None, dt_softplus, isolated,
+            varlen, precise,
         ),
         Hints(occupancy=2 if isolated else 4),
     )  # fmt: skip
-    products = torch.empty(batch, nslots, ngroups, _CHUNK, _CHUNK, dtype=torch.float32, device=device)
-    B_kept = torch.empty(batch, nslots * _CHUNK, ngroups, dstate, dtype=B.dtype, device=device) if isolated else B
-    launch(
+    products = Launch(
         kernels._group_products_kernel,
         (batch * nslots * ngroups,),
-        (
-            B, C, runs, slot_sequence, sequences, products, B_kept, seqlen, min(block_dstate, 128), isolated, varlen,
-            operand,
-        ),
+        (seqlen, min(block_dstate, 128), isolated, varlen, operand),
         Hints(occupancy=4),
         dependent=True,
-    )  # fmt: skip
+    )
 
     units = rows * nheads * -(-headdim // _HEADDIM)
     programs = device_info(device).multiprocessors * configuration.resident
-    whole, segments, parts = (units, 1, 1) if varlen else _split(units, programs, nchunks)
-    part_states = part_factors = absent
-    if segments > 1:
-        count = (units - whole) * (segments - 1) * parts
-        part_states = torch.empty(count, _HEADDIM, block_dstate, dtype=torch.float32, device=device)
-        part_factors = torch.empty(count, 1, dtype=torch.float32, device=device)
-        launch(
+    whole, segments, nparts = (units, 1, 1) if varlen else _split(units, programs, nchunks)
+    count = (units - whole) * (segments - 1) * nparts
+    parts = None
+    if count > 0:
+        parts = Launch(
             kernels._part_states_kernel,
             (count * -(-dstate // parts_dstate),),
             (
-                x, B_kept, decays, part_states, part_factors, whole, segments * parts, (segments - 1) * parts, nchunks,
-                _HEADDIM, parts_dstate, precise, isolated, compensated, operand,
+                whole, segments * nparts, (segments - 1) * nparts, nchunks, _HEADDIM, parts_dstate, precise, isolated,
+                compensated, operand,
             ),
             configuration.parts,
+            dependent=True,
         )  # fmt: skip
-    skip = kernels.NO_SKIP if D is None else kernels.SKIP_OF_HEAD if D.dim() == 1 else kernels.SKIP_OF_CHANNEL
-    launch(
+    skip = kernels.NO_SKIP if D is None else kernels.SKIP_OF_HEAD if len(D[0]) == 1 else kernels.SKIP_OF_CHANNEL
+    scan = Launch(
         kernels._scan_kernel,
         (whole + (units - whole) * segments,),
         (
-            x, B_kept, C, products, decays, absent if D is None else D, absent if z is None else z,
-            absent if initial_states is None else initial_states, part_states, part_factors, sequences, out, final,
-            whole, segments, parts, nchunks, _HEADDIM, block_dstate, precise, skip, z is not None,
-            initial_states is not None, segments > 1, isolated, varlen, compensated, operand,
+            whole, segments, nparts, nchunks, _HEADDIM, block_dstate, precise, skip, z is not None,
+            initial_states is not None, count > 0, isolated, varlen, compensated, operand,
         ),
         configuration.scan,
+        dependent=count > 0,
     )  # fmt: skip
-    return _returned(out, final, batch, cu_seqlens)
+    scratch = {
+        "decays": ((batch, nheads, nslots, kernels.ROWS_PRECISE if precise else kernels.ROWS, _CHUNK), torch.float32),
+        "products": ((batch, nslots, ngroups, _CHUNK, _CHUNK), torch.float32),
+    }
+    if isolated or varlen:
+        scratch["B_kept"] = ((batch, nslots * _CHUNK, ngroups, dstate), B[2])
+    if parts is not None:
+        scratch["states"] = ((count, _HEADDIM, block_dstate), torch.float32)
+        scratch["factors"] = ((count, 1), torch.float32)
+    names = {name for name, layout in zip(_ARGUMENTS.split(), given, strict=True) if layout is not None}
+    names |= {"out", "final", *scratch}
 
+    def arrays(wanted: str) -> str:
+        return " ".join(name if name in names else "-" for name in wanted.split())
 
-def _returned(
-    out: Tensor, final: Tensor, batch: int, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    if cu_seqlens is None:
-        return out, final, None
-    last = final[-1:] if len(final) > 0 else final.new_zeros(batch, *final.shape[1:])
-    return out, last, final
+    kept = "B_kept" if isolated or varlen else "B"
+    launches = [
+        (decays, arrays("dt A dt_bias seq_idx cu_seqlens decays")),
+        (products, arrays("B C seq_idx cu_seqlens products B_kept")),
+        (scan, arrays(f"x {kept} C products decays D z initial_states states factors cu_seqlens out final")),
+    ]
+    if parts is not None:
+        launches.insert(2, (parts, arrays(f"x {kept} decays states factors")))
+    results = {"out": (tuple(x[0]), x[2]), "final": ((rows, nheads, headdim, dstate), torch.float32)}
+    return Launches(_ARGUMENTS, launches, results, scratch)

@@ -13,6 +13,13 @@ A slot is one block of BLOCK_CHUNK tokens of one sequence (a batch row, or a seq
 3. `_scan_output_kernel`, program = (segment, sequence, head, block of headdim): combines the states of earlier
    parts, then walks over its blocks. x, B and C are read again here for the segments that kernel 2 has read.
 
+On Hopper (compute capability 9.0), two others take the place of the third wherever `fits_hopper` says so: bfloat16,
+headdim over 32, dstate over 32 and at most 128, both multiples of 8, tensors that TMA can read, and Triton 3.6 or 3.7.
+
+3. `_scan_hopper_kernel`, program = (segment, sequence, two heads or blocks of headdim): the same walk in Gluon. It is
+   done once; where it met something not finite, a flag is set.
+4. `_scan_again_kernel`: the second walk, where a flag is set.
+
 Everything is kept transposed, (headdim, token), so that the state is a left operand straight from its registers.
 
 Tokens of another sequence, or later ones, have the weight 0. That does not contain NaN or infinity, since
@@ -20,7 +27,6 @@ Tokens of another sequence, or later ones, have the weight 0. That does not cont
 remove it. Only such a walk is done again, with a selection wherever a weight is 0.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -29,17 +35,22 @@ import triton.language as tl
 from torch import Tensor
 
 from tilegym_mamba2.backends import triton as backend
+from tilegym_mamba2.ops.mamba_chunk_scan._triton_again import _scan_again_kernel
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import VECTORS
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_output import _scan_output_kernel
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_prepare import _scan_prepare_kernel
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_segment import _scan_segment_kernel
 from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
+from tilegym_mamba2.tuning import planned
 
 _LARGEST_DSTATE = 1024
 # Segments and parts of fewer blocks than this would cost more than they gain.
 _LEAST_SLOTS = 8
 _MOST_SEGMENTS = 32
+# Of Triton, whose Gluon changes: those that the kernel for Hopper is written for.
+_GLUON_VERSIONS = ("3.6", "3.7")
+_HOPPER_REGISTERS = 232
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -58,7 +69,7 @@ class Config(NamedTuple):
 
 
 def choose_config(info: backend.DeviceInfo, headdim: int, dstate: int, dot: torch.dtype, exact: bool) -> Config:
-    """The configuration for a GPU, a shape and the dtype of the products, which are IEEE ones if `exact`."""
+    """The choice by rule for a GPU, a shape and the dtype of the products, which are IEEE ones if `exact`."""
     block_headdim, block_dstate = min(_block(headdim), 64), _block(dstate)
     segment_headdim, segment_dstate = block_headdim, min(block_dstate, 128)
     wide_float16 = dot == torch.float16 and block_dstate > 128
@@ -96,6 +107,65 @@ def choose_config(info: backend.DeviceInfo, headdim: int, dstate: int, dot: torc
     return Config(block_chunk, block_headdim, output, segment_headdim, segment_dstate, segment, 1, resident, False)
 
 
+def fits_hopper(
+    info: backend.DeviceInfo, headdim: int, dstate: int, dot: torch.dtype, tma_legal: bool, vectors: int
+) -> bool:
+    """Whether `_scan_hopper_kernel` takes a call.
+
+    Args:
+        info: of the GPU.
+        headdim, dstate: below half of the kernel's tiles of 64, the other kernel's smaller ones are the better choice.
+        dot: dtype of x, B and C.
+        tma_legal: whether TMA can read x, B, C and z.
+        vectors: elements of a sequence's vectors, whose descriptor counts in int32.
+    """
+    return (
+        info.architecture == "cuda:90"
+        and ".".join(triton.__version__.split(".")[:2]) in _GLUON_VERSIONS
+        and dot == torch.bfloat16
+        and headdim > 32
+        and 32 < dstate <= 128
+        and tma_legal
+        and vectors < 2**31
+    )
+
+
+def hopper_config(info: backend.DeviceInfo, dstate: int, has_z: bool) -> Config:
+    """The configuration where `fits_hopper`; the stages of its output are those of the ring in shared memory."""
+    block_dstate = _block(dstate)
+    stage = 64 * (2 * 64 + 2 * block_dstate + 64 + (2 * 64 if has_z else 0)) * 2 + (2 * 4 + 1) * 64 * 4
+    stages = min(3, (info.shared_memory - 2 * 64 * 64 * 2 - 1024) // stage)
+    return Config(64, 64, backend.Options(4, stages, 168), 64, block_dstate, backend.Options(4, 3, 168), 1, 3, True)
+
+
+def configurations(rule: Config, hopper: bool) -> list[Config]:
+    """The choice by rule, then others that are right wherever it is, to be measured against it."""
+    output, segment, resident = rule.output, rule.segment, rule.programs_per_multiprocessor
+    others = [rule._replace(output=output._replace(num_stages=output.num_stages - 1))]
+    others += [rule._replace(programs_per_multiprocessor=resident + step) for step in (-1, 1)]
+    others += [rule._replace(segment=segment._replace(num_stages=segment.num_stages + step)) for step in (-1, 1)]
+    others += [rule._replace(segment=segment._replace(maxnreg=None))]
+    if not hopper:
+        others += [rule._replace(output=output._replace(num_stages=output.num_stages + 1))]
+        others += [rule._replace(output=output._replace(maxnreg=registers)) for registers in (None, 128, 168, 255)]
+        others += [rule._replace(output=backend.Options(2 * output.num_warps, output.num_stages))]
+        fewer = {"output": backend.Options(output.num_warps, 2), "programs_per_multiprocessor": max(1, resident - 1)}
+        others += [rule._replace(block_chunk=2 * rule.block_chunk, **fewer)]
+    sensible = [
+        one
+        for one in others
+        if min(one.output.num_stages, one.segment.num_stages, one.programs_per_multiprocessor) > 0
+        and one.output.num_warps <= 8
+        and one.block_chunk <= 64
+    ]
+    return list(dict.fromkeys([rule, *sensible]))
+
+
+def _products(dot: torch.dtype, exact: bool) -> str:
+    """The dtype of the products, as a name."""
+    return str(dot).removeprefix("torch.") if dot != torch.float32 or exact else "tf32"
+
+
 def choose_segments(pairs: int, nblocks: int, resident: int, slots: int) -> tuple[int, int]:
     """How many (sequence, head) pairs to leave whole, and into how many segments to cut each of the others.
 
@@ -116,16 +186,6 @@ def choose_segments(pairs: int, nblocks: int, resident: int, slots: int) -> tupl
 
 def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
-
-
-class _Plan(NamedTuple):
-    """The launches of a call, and where in one piece of memory is what they pass to each other."""
-
-    prepare: backend.Launch
-    segment: backend.Launch | None
-    output: backend.Launch
-    scratch: int
-    offsets: tuple[int, ...]
 
 
 def _why_not(problem: Any) -> str | None:
@@ -158,9 +218,9 @@ def mamba_chunk_scan(
     device = x.device
     if initial_states is not None and initial_states.dtype == torch.float64:
         initial_states = initial_states.float()
-    out = torch.empty(x.shape, dtype=x.dtype, device=device)
-    final_states = torch.empty((rows, nheads, headdim, dstate), dtype=torch.float32, device=device)
     if seqlen == 0 or rows == 0:
+        out = torch.empty(x.shape, dtype=x.dtype, device=device)
+        final_states = torch.empty((rows, nheads, headdim, dstate), dtype=torch.float32, device=device)
         if initial_states is None:
             final_states.zero_()
         else:
@@ -168,38 +228,29 @@ def mamba_chunk_scan(
     else:
         # Tensors whose rows can be read 16 bytes at a time only if the base pointers allow it too.
         unaligned = (x.data_ptr() | B.data_ptr() | C.data_ptr()) & 15
+        z_aligned = z is None or z.data_ptr() & 15 == 0
         plan = _plan(
             backend.layouts(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens), dt_softplus,
-            tuple(dt_limit), torch.get_float32_matmul_precision() == "highest", unaligned == 0,
+            tuple(dt_limit), torch.get_float32_matmul_precision() == "highest", unaligned == 0, z_aligned,
             backend.device_info(device),
         )  # fmt: skip
-        scratch = torch.empty(plan.scratch, dtype=torch.float32, device=device)
-        vectors, exits, gram, part_states, part_decays = backend.pieces(scratch, plan.offsets)
-        plan.prepare((dt, A, dt_bias, B, C, seq_idx, cu_seqlens, vectors, exits, gram), device)
-        if plan.segment is not None:
-            plan.segment((x, B, cu_seqlens, vectors, exits, part_states, part_decays), device)
-        plan.output(
-            (
-                x, B, C, z, D, initial_states, seq_idx, cu_seqlens, gram, vectors, exits, part_states, part_decays,
-                out, final_states,
-            ),
-            device,
-        )  # fmt: skip
+        out, final_states = plan((x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens), device)
     if cu_seqlens is None:
         return out, final_states, None
     last = final_states[-1:].clone() if rows else final_states.new_zeros((1, nheads, headdim, dstate))
     return out, last, final_states
 
 
-@functools.lru_cache(maxsize=1024)
+@planned
 def _plan(
     layouts: Any,
     dt_softplus: bool,
     dt_limit: tuple[float, float],
     highest: bool,
     aligned: bool,
+    z_aligned: bool,
     info: backend.DeviceInfo,
-) -> _Plan:
+) -> backend.Launches:
     x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens = layouts
     (batch, seqlen, nheads, headdim), x_stride, x_dtype = x
     (_, _, ngroups, dstate), B_stride, B_dtype = B
@@ -207,11 +258,21 @@ def _plan(
     dot = x_dtype if x_dtype == B_dtype == C[2] else torch.float32
     exact = highest and torch.float32 in (x_dtype, B_dtype, C[2])
     precision = "ieee" if exact else "tf32"
-    config = choose_config(info, headdim, dstate, dot, exact)
-
     dense = (x_stride, B_stride, C_stride)
     unit = 8 if aligned and all(s[3] == 1 and not any(stride % 8 for stride in s[:3]) for s in dense) else 1
     tma_legal = unit == 8 and headdim % 8 == 0 and dstate % 8 == 0 and all(all(s[:3]) for s in dense)
+    z_stride = backend.strides(z, 4)
+    z_unit = 8 if z_stride[3] == 1 and not any(stride % 8 for stride in z_stride[:3]) else 1
+    z_legal = z is None or (z_aligned and z[2] == x_dtype and z_unit == 8 and all(z_stride[:3]))
+    hopper = fits_hopper(info, headdim, dstate, dot, tma_legal and z_legal, 4 * (seqlen + 63) * nheads)
+    # Without D, whose term is exact, the rounding of what is added to the state would show in out.
+    compensated = dot == torch.bfloat16 and D is None
+    rule = hopper_config(info, dstate, z is not None) if hopper else choose_config(info, headdim, dstate, dot, exact)
+    config = backend.choose(
+        configurations(rule, hopper), "mamba_chunk_scan", info, headdim=headdim, dstate=dstate,
+        products=_products(dot, exact), compensated=compensated,
+        kernel="general" if not hopper else "hopper" if z is None else "hopper with z",
+    )  # fmt: skip
     use_tma = config.use_tma and tma_legal
     columns = max(_block(headdim), _block(dstate))
     wide = any(2 * config.block_chunk * s[1] + columns * s[3] >= 2**31 for s in dense)
@@ -223,8 +284,6 @@ def _plan(
     nslots_row = -(-seqlen // config.block_chunk)
     nslots = seqlen // config.block_chunk + nseq if packed else batch * nslots_row
     split_sum = dot == torch.float32
-    # Without D, whose term is exact, the rounding of what is added to the state would show in out.
-    compensated = dot == torch.bfloat16 and D is None
     nvectors = VECTORS if split_sum else VECTORS - 1
     seq_idx_stride = backend.strides(seq_idx, 2)
 
@@ -247,14 +306,27 @@ def _plan(
     pairs = rows * nheads
     resident = info.multiprocessors * config.programs_per_multiprocessor
     slots_sequence = -(-nslots // rows)
-    first_pair, nsegments = choose_segments(pairs, nblocks_headdim, resident, slots_sequence)
+    if hopper:
+        items_group = nheads // ngroups * nblocks_headdim
+        units_group = -(-items_group // 2)
+        units = rows * ngroups * units_group
+        first_unit, nsegments = choose_segments(units, 1, info.multiprocessors, slots_sequence)
+        if items_group % 2 or nblocks_headdim > 2:  # units that begin or end within a head
+            first_unit -= first_unit % units_group
+            first_pair = first_unit // units_group * (nheads // ngroups)
+        else:
+            first_pair = first_unit * 2 // nblocks_headdim
+        nunits = units - first_unit
+    else:
+        first_unit = units = nunits = 0
+        first_pair, nsegments = choose_segments(pairs, nblocks_headdim, resident, slots_sequence)
     npairs = pairs - first_pair
     segment_tile_programs = -(-headdim // config.segment_headdim) * -(-dstate // config.segment_dstate)
     segment_programs = max(1, npairs * (nsegments - 1) * segment_tile_programs)
     segment_slots = -(-slots_sequence // nsegments)
     nparts_segment = max(1, min(resident // segment_programs, segment_slots // _LEAST_SLOTS))
     nparts = (nsegments - 1) * nparts_segment
-    segment = None
+    launches = [(prepare, "dt A dt_bias B C seq_idx cu_seqlens vectors exits gram gram_log2")]
     if nsegments > 1:
         segment = backend.Launch(
             _scan_segment_kernel,
@@ -268,36 +340,72 @@ def _plan(
                 config.segment_pair, compensated, unit, wide, use_tma, _DOT[dot], precision, config.segment.num_stages,
             ),
             config.segment,
-            use_tma,
         )  # fmt: skip
-    z_stride = backend.strides(z, 4)
-    z_unit = 8 if z_stride[3] == 1 and not any(stride % 8 for stride in z_stride[:3]) else 1
+        launches.append((segment, "x B cu_seqlens vectors exits part_states part_decays"))
     D_stride = (*backend.strides(D, 2), 0)[:2]
-    output = backend.Launch(
-        _scan_output_kernel,
-        (first_pair + npairs * nsegments) * nblocks_headdim,
-        (
-            seqlen, nheads, ngroups, nslots_row, nsegments, nparts_segment, nparts, first_pair, max(npairs, 1),
-            *x_units, *B_units, *C_units,
-            *(stride // z_unit for stride in z_stride[:3]), *D_stride,
-            *backend.strides(initial_states, 4), *seq_idx_stride,
-            x_stride[3], B_stride[3], C_stride[3], z_stride[3],
-        ),
-        (
-            headdim, dstate, split_sum, compensated, nvectors, config.block_chunk, config.block_headdim,
-            block_dstate, unit, z_unit, wide, use_tma, _DOT[dot], precision, config.output.num_stages,
-        ),
-        config.output,
-        use_tma,
+    initial_stride = backend.strides(initial_states, 4)
+    sizes = (seqlen, nheads, ngroups, nslots_row, nsegments, nparts_segment, nparts)
+    steps = (
+        *x_units, *B_units, *C_units, *(stride // z_unit for stride in z_stride[:3]), *D_stride, *initial_stride,
+        *seq_idx_stride, x_stride[3], B_stride[3], C_stride[3], z_stride[3],
     )  # fmt: skip
-    sizes = (
-        nslots * nheads * nvectors * config.block_chunk,
-        nslots * nheads,
-        nslots * ngroups * config.block_chunk**2,
-        npairs * nparts * headdim * dstate,
-        npairs * nparts,
+    inputs = "x B C z D initial_states seq_idx cu_seqlens"
+    made = "gram gram_log2 vectors exits part_states part_decays out final_states"
+    gram_dtype = torch.float16 if hopper else torch.float32
+    hopper_programs = first_unit + nunits * nsegments
+    if hopper:
+        from tilegym_mamba2.ops.mamba_chunk_scan._triton_hopper import _scan_hopper_kernel
+
+        output = backend.Launch(
+            _scan_hopper_kernel,
+            hopper_programs,
+            (
+                *sizes, first_unit, max(nunits, 1), first_pair, *x_stride[:3], *B_stride[:3], *C_stride[:3],
+                *z_stride[:3], *D_stride, *initial_stride,
+            ),
+            (
+                headdim, dstate, max(block_dstate, 64), compensated, headdim % 64 == 0 and x_stride[2] == headdim,
+                config.output.num_stages, _HOPPER_REGISTERS,
+            ),
+            config.output._replace(num_stages=1),
+        )  # fmt: skip
+        launches.append((output, f"{inputs} {made} flags".replace("seq_idx ", "").replace("exits ", "")))
+        again = backend.Launch(
+            _scan_again_kernel,
+            min(2 * hopper_programs, 2 * info.multiprocessors),
+            (*sizes, first_pair, first_unit, max(nunits, 1), 2 * hopper_programs, *steps),
+            (
+                headdim, dstate, compensated, nvectors, config.block_chunk, config.block_headdim, block_dstate, unit,
+                z_unit, wide, _DOT[dot],
+            ),
+        )  # fmt: skip
+        launches.append((again, f"{inputs} {made} flags"))
+    else:
+        output = backend.Launch(
+            _scan_output_kernel,
+            (first_pair + npairs * nsegments) * nblocks_headdim,
+            (*sizes, first_pair, max(npairs, 1), *steps),
+            (
+                headdim, dstate, split_sum, compensated, nvectors, config.block_chunk, config.block_headdim,
+                block_dstate, unit, z_unit, wide, use_tma, _DOT[dot], precision, config.output.num_stages,
+            ),
+            config.output,
+        )  # fmt: skip
+        launches.append((output, f"{inputs} {made}"))
+    return backend.Launches(
+        "x dt A B C D z dt_bias initial_states seq_idx cu_seqlens",
+        tuple(launches),
+        (
+            backend.Result("out", tuple(x[0]), x_dtype),
+            backend.Result("final_states", (rows, nheads, headdim, dstate), torch.float32),
+        ),
+        {
+            "vectors": (nslots * nheads * nvectors * config.block_chunk, torch.float32),
+            "exits": (nslots * nheads, torch.float32),
+            "gram": (nslots * ngroups * config.block_chunk**2, gram_dtype),
+            "gram_log2": (nslots * ngroups * config.block_chunk if hopper else 0, torch.float32),
+            "part_states": (npairs * nparts * headdim * dstate, torch.float32),
+            "part_decays": (npairs * nparts, torch.float32),
+            "flags": (2 * hopper_programs, torch.int32),
+        },
     )
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + -(-size // 64) * 64)  # each 256 bytes aligned
-    return _Plan(prepare, segment, output, offsets[-1], tuple(offsets[:-1]))

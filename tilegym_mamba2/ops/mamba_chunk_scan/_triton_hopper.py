@@ -1,0 +1,436 @@
+"""The fused forward's walk over segments for Hopper, in Gluon: asynchronous products, TMA, specialised warps.
+
+    y[i] = exp(a[i]) * H @ C[i] + sum(gram[i, j] * exp(a[i] - a[j]) * d[j] * x[j] for j <= i) + D * x[i]
+
+A program owns a segment for two items of a group, an item being 64 rows of headdim of one head. One warp fetches tiles
+into a ring in shared memory; four warps for each item hold its state in registers and walk along the same tokens, so
+that B, C and the gram are fetched once for both. While the tensor cores work for one item, or on the products that a
+block needs its state for, the other warps compute the weights of a block, and so on.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK_CHUNK = 64
+BLOCK_HEADDIM = 64
+ITEMS = 2
+
+_CHUNK = gl.constexpr(BLOCK_CHUNK)
+_HEADDIM = gl.constexpr(BLOCK_HEADDIM)
+_ITEMS = gl.constexpr(ITEMS)
+_VECTORS = gl.constexpr(4)
+# The vectors of a block, in the order in which they are stored.
+_SUM_LOG2 = gl.constexpr(0)
+_FROM_ENTRY = gl.constexpr(1)
+_TO_EXIT = gl.constexpr(2)
+_TIME_STEP = gl.constexpr(3)
+# Larger exponents occur only where the weight is masked to 0, which 2**126 keeps 0 and infinity would make NaN.
+_MAX_LOG2 = gl.constexpr(126.0)
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_LARGEST = gl.constexpr(3.4028234663852886e38)
+
+# (headdim, chunk), and also (chunk, chunk): accumulators of 64 x 64
+_ACC_CHUNK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
+# (chunk i, chunk j): 16 bytes of the gram in each load, 8 of the weights in each store, none of which meet in a bank.
+_WEIGHT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 32], [2, 0], [8, 0]],
+        [[0, 4], [0, 8], [0, 16], [4, 0], [1, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_VECTOR = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
+
+
+@gluon.jit
+def _fetch(sources, rings, full, empty, places, HAS_Z: gl.constexpr, STAGES: gl.constexpr):
+    """The fetching warp: the tiles of each block, in the order in which they are needed."""
+    x_0, x_1, z_0, z_1, B, C, gram, gram_log2, vectors = sources
+    x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring = rings
+    walk_first, walk_stop, head_0, head_1, headdim_0, headdim_1, column_0, column_1, nheads, group, ngroups = places
+    NBYTES: gl.constexpr = (
+        B.block_type.nbytes
+        + C.block_type.nbytes
+        + gram.block_type.nbytes
+        + gram_log2.block_type.nbytes
+        + _ITEMS * (x_0.block_type.nbytes + vectors.block_type.nbytes)
+        + (_ITEMS * x_0.block_type.nbytes if HAS_Z else 0)
+    )
+    for c in range(walk_first, walk_stop):
+        index = c - walk_first
+        stage = index % STAGES
+        mbarrier.wait(empty.index(stage), ((index // STAGES) & 1) ^ 1)
+        ready = full.index(stage)
+        first = c * _CHUNK
+        item = stage * 2
+        mbarrier.expect(ready, NBYTES)
+        tma.async_copy_global_to_shared(C, [first, 0], ready, C_ring.index(stage))
+        tma.async_copy_global_to_shared(x_0, [first, column_0], ready, x_ring.index(item))
+        tma.async_copy_global_to_shared(x_1, [first, column_1], ready, x_ring.index(item + 1))
+        size: gl.constexpr = _VECTORS * _CHUNK
+        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_0) * size], ready, vector_ring.index(item))
+        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_1) * size], ready, vector_ring.index(item + 1))
+        tma.async_copy_global_to_shared(B, [first, 0], ready, B_ring.index(stage))
+        gram_row = (c * ngroups + group) * _CHUNK
+        tma.async_copy_global_to_shared(gram, [gram_row, 0], ready, gram_ring.index(stage))
+        tma.async_copy_global_to_shared(gram_log2, [gram_row], ready, log2_ring.index(stage))
+        if HAS_Z:
+            tma.async_copy_global_to_shared(z_0, [first, headdim_0], ready, z_ring.index(item))
+            tma.async_copy_global_to_shared(z_1, [first, headdim_1], ready, z_ring.index(item + 1))
+
+
+@gluon.jit
+def _silu(v):
+    exp_v = gl.exp(-gl.abs(v))  # at most 1
+    return gl.where(v >= 0.0, v, v * exp_v) / (1.0 + exp_v)
+
+
+@gluon.jit
+def _copy(x):
+    """x again, which the compiler takes for another: it would keep x as float32, for which there are no registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _walk(
+    out,
+    rings,
+    weight_tile,
+    full,
+    empty,
+    places,
+    states,
+    D_ptr,
+    ITEM: gl.constexpr,
+    HEADDIM: gl.constexpr,
+    DSTATE: gl.constexpr,
+    BLOCK_DSTATE: gl.constexpr,
+    HAS_INITIAL: gl.constexpr,
+    HAS_D: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    COMPENSATED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Four warps with the state of one item: writes its outputs, and its final state."""
+    x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring = rings
+    walk_first, walk_stop, headdim_first, column = places
+    (
+        initial_ptr, stride_initial_headdim, stride_initial_dstate, part_states_ptr, part_decay_ptr, nparts_before,
+        final_ptr, is_last, flag_ptr, stride_D_headdim,
+    ) = states  # fmt: skip
+    DOT: gl.constexpr = x_ring.dtype
+    ACC_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DSTATE, 16])
+
+    headdim = headdim_first + gl.arange(0, _HEADDIM, gl.SliceLayout(1, ACC_STATE))[:, None]
+    dstate = gl.arange(0, BLOCK_DSTATE, gl.SliceLayout(0, ACC_STATE))[None, :]
+    inside = (headdim < HEADDIM) & (dstate < DSTATE)  # (headdim, dstate)
+    offsets = headdim * DSTATE + dstate
+    if HAS_INITIAL:
+        places_initial = headdim.to(gl.int64) * stride_initial_headdim + dstate.to(gl.int64) * stride_initial_dstate
+        state = gl.load(initial_ptr + places_initial, mask=inside, other=0.0).to(gl.float32)
+    else:
+        state = gl.zeros([_HEADDIM, BLOCK_DSTATE], gl.float32, ACC_STATE)
+    for part in range(nparts_before):
+        decay = gl.load(part_decay_ptr + part)
+        added = gl.load(part_states_ptr + part * (HEADDIM * DSTATE) + offsets, mask=inside, other=0.0)
+        state = gl.where(decay == 0.0, 0.0, state * decay) + added
+    if HAS_D:
+        row = headdim_first + gl.arange(0, _HEADDIM, gl.SliceLayout(1, _ACC_CHUNK))
+        D = gl.load(D_ptr + row * stride_D_headdim, mask=row < HEADDIM, other=0.0).to(gl.float32)[:, None]
+
+    zeros = gl.zeros([_HEADDIM, _CHUNK], gl.float32, _ACC_CHUNK)
+    for c in range(walk_first, walk_stop):
+        index = c - walk_first
+        stage = index % STAGES
+        mbarrier.wait(full.index(stage), (index // STAGES) & 1)
+        vectors = vector_ring.index(stage * 2 + ITEM)
+        x = x_ring.index(stage * 2 + ITEM).permute((1, 0)).load(_LEFT)  # (headdim, chunk)
+        to_exit = vectors.slice(_TO_EXIT * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _LEFT))[None, :]
+        weighted = (x.to(gl.float32) * to_exit).to(DOT)  # (headdim, chunk)
+        # The last token is reached from the entry just as the exit is.
+        decay = vectors.slice(_FROM_ENTRY * _CHUNK + _CHUNK - 1, 1).load(gl.SliceLayout(0, ACC_STATE))[None, :]
+        operand = gl.convert_layout(state.to(DOT), _LEFT, assert_trivial=True)
+        # Accumulators are touched only while no product is under way, or the compiler would wait for each.
+        state = state * decay
+        carried = warpgroup_mma(operand, C_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        B = B_ring.index(stage)
+        state = warpgroup_mma(weighted, B, state, is_async=True)
+
+        tma.store_wait(0)
+        _barrier()  # the last block's outputs have left the place of the weights
+        gram = gram_ring.index(stage).load(_WEIGHT)  # (chunk i, chunk j)
+        sums = vectors.slice(_SUM_LOG2 * _CHUNK, _CHUNK)
+        log2_i = log2_ring.index(stage).load(gl.SliceLayout(1, _WEIGHT))
+        sum_i = (sums.load(gl.SliceLayout(1, _WEIGHT)) + log2_i)[:, None]
+        sum_j = sums.load(gl.SliceLayout(0, _WEIGHT))[None, :]
+        d = vectors.slice(_TIME_STEP * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _WEIGHT))[None, :]
+        weight = (gram.to(gl.float32) * d) * gl.exp2(gl.minimum(sum_i - sum_j, _MAX_LOG2))
+        weight_tile.store(weight.to(DOT))
+        fence_async_shared()
+        _barrier()
+        inner = warpgroup_mma(x, weight_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        carried, state, inner = warpgroup_mma_wait(0, deps=(carried, state, inner))
+        if COMPENSATED:
+            to_exit = vectors.slice(_TO_EXIT * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _LEFT))[None, :]
+            again = _copy(x).to(gl.float32) * to_exit
+            state = warpgroup_mma((again - again.to(DOT).to(gl.float32)).to(DOT), B, state, is_async=True)
+
+        from_entry = vectors.slice(_FROM_ENTRY * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _ACC_CHUNK))[None, :]
+        y = inner + carried * from_entry  # (headdim, chunk)
+        if HAS_D:
+            y += gl.convert_layout(_copy(x), _ACC_CHUNK, assert_trivial=True).to(gl.float32) * D
+        if HAS_Z:
+            z = z_ring.index(stage * 2 + ITEM).permute((1, 0)).load(_LEFT)
+            y = y * _silu(gl.convert_layout(z, _ACC_CHUNK, assert_trivial=True).to(gl.float32))
+        if COMPENSATED:
+            state = warpgroup_mma_wait(0, deps=(state,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        weight_tile.permute((1, 0)).store(y.to(DOT))
+        fence_async_shared()
+        _barrier()
+        tma.async_copy_shared_to_global(out, [c * _CHUNK, column], weight_tile)
+    if is_last:
+        gl.store(final_ptr + offsets, state, mask=inside)
+    bad = gl.where(gl.abs(state) <= _LARGEST, 0, 1)
+    gl.store(flag_ptr, gl.max(gl.max(bad, axis=1), axis=0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _tiles(ptr, length, stride_token, ncolumns, COLUMNS: gl.constexpr):
+    """What the tiles of a sequence are fetched by: (token, column), 0 beyond the last."""
+    return tma.make_tensor_descriptor(
+        ptr, shape=[length, ncolumns], strides=[stride_token, 1], block_shape=[_CHUNK, COLUMNS], layout=_TILE
+    )
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "seqlen", "nheads", "ngroups", "nslots_row", "nsegments", "nparts_segment", "nparts", "first_unit", "nunits",
+        "first_pair", "stride_x_batch", "stride_x_token", "stride_x_head", "stride_B_batch", "stride_B_token",
+        "stride_B_group", "stride_C_batch", "stride_C_token", "stride_C_group", "stride_z_batch", "stride_z_token",
+        "stride_z_head", "stride_D_head", "stride_D_headdim", "stride_initial_batch", "stride_initial_head",
+        "stride_initial_headdim", "stride_initial_dstate",
+    ]
+)  # fmt: skip
+def _scan_hopper_kernel(
+    x_ptr,
+    B_ptr,
+    C_ptr,
+    z_ptr,
+    D_ptr,
+    initial_ptr,
+    cu_seqlens_ptr,
+    gram_ptr,
+    gram_log2_ptr,
+    vectors_ptr,
+    part_states_ptr,
+    part_decay_ptr,
+    out_ptr,
+    final_ptr,
+    flags_ptr,
+    seqlen: gl.int32,
+    nheads: gl.int32,
+    ngroups: gl.int32,
+    nslots_row: gl.int32,
+    nsegments: gl.int32,
+    nparts_segment: gl.int32,
+    nparts: gl.int32,
+    first_unit: gl.int32,
+    nunits: gl.int32,
+    first_pair: gl.int32,
+    stride_x_batch: gl.int64,
+    stride_x_token: gl.int64,
+    stride_x_head: gl.int64,
+    stride_B_batch: gl.int64,
+    stride_B_token: gl.int64,
+    stride_B_group: gl.int64,
+    stride_C_batch: gl.int64,
+    stride_C_token: gl.int64,
+    stride_C_group: gl.int64,
+    stride_z_batch: gl.int64,
+    stride_z_token: gl.int64,
+    stride_z_head: gl.int64,
+    stride_D_head: gl.int64,
+    stride_D_headdim: gl.int64,
+    stride_initial_batch: gl.int64,
+    stride_initial_head: gl.int64,
+    stride_initial_headdim: gl.int64,
+    stride_initial_dstate: gl.int64,
+    HEADDIM: gl.constexpr,
+    DSTATE: gl.constexpr,
+    BLOCK_DSTATE: gl.constexpr,
+    COMPENSATED: gl.constexpr,
+    DENSE: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
+):
+    HAS_INITIAL: gl.constexpr = initial_ptr is not None
+    HAS_D: gl.constexpr = D_ptr is not None
+    HAS_Z: gl.constexpr = z_ptr is not None
+    PACKED: gl.constexpr = cu_seqlens_ptr is not None
+    DOT: gl.constexpr = x_ptr.dtype.element_ty
+    GRAM: gl.constexpr = gram_ptr.dtype.element_ty
+    GRAM_TILE: gl.constexpr = gl.NVMMASharedLayout(128, GRAM.primitive_bitwidth, 2)
+    NBLOCKS: gl.constexpr = (HEADDIM + _HEADDIM - 1) // _HEADDIM
+
+    program = gl.program_id(0)
+    if program < first_unit:  # whole sequences first, so that the shorter segments fill the end of the last wave
+        unit = program
+        segment = 0
+        nsegments = 1
+    else:
+        unit = first_unit + (program - first_unit) % nunits
+        segment = (program - first_unit) // nunits
+    items_group = (nheads // ngroups) * NBLOCKS
+    units_group = (items_group + 1) // 2
+    group = (unit // units_group) % ngroups
+    sequence = unit // (units_group * ngroups)
+    item_0 = (unit % units_group) * 2
+    item_1 = gl.minimum(item_0 + 1, items_group - 1)  # of an odd number the last is done twice, with the same result
+    head_0 = group * (nheads // ngroups) + item_0 // NBLOCKS
+    head_1 = group * (nheads // ngroups) + item_1 // NBLOCKS
+    headdim_0 = item_0 % NBLOCKS * _HEADDIM
+    headdim_1 = item_1 % NBLOCKS * _HEADDIM
+    if PACKED:
+        begin = gl.load(cu_seqlens_ptr + sequence).to(gl.int64)
+        length = (gl.load(cu_seqlens_ptr + sequence + 1).to(gl.int64) - begin).to(gl.int32)
+        row = begin * 0
+        slot = begin // _CHUNK + sequence
+        nslots = (length + _CHUNK - 1) // _CHUNK
+    else:
+        row = sequence.to(gl.int64)
+        begin = row * 0
+        length = seqlen
+        slot = row * nslots_row
+        nslots = nslots_row
+    segment_slots = (nslots + nsegments - 1) // nsegments
+    walk_first = gl.minimum(segment * segment_slots, nslots)
+    walk_stop = gl.minimum(walk_first + segment_slots, nslots)
+
+    x_base = x_ptr + row * stride_x_batch + begin * stride_x_token
+    out_base = out_ptr + (row * seqlen + begin) * nheads * HEADDIM
+    B_base = B_ptr + row * stride_B_batch + begin * stride_B_token + group * stride_B_group
+    C_base = C_ptr + row * stride_C_batch + begin * stride_C_token + group * stride_C_group
+    if DENSE:  # one source for all heads: to make a descriptor takes longer than to fetch a tile
+        x_0 = _tiles(x_base, length, stride_x_token, nheads * HEADDIM, _HEADDIM)
+        x_1 = x_0
+        out_0 = _tiles(out_base, length, nheads * HEADDIM, nheads * HEADDIM, _HEADDIM)
+        out_1 = out_0
+        column_0 = head_0 * HEADDIM + headdim_0
+        column_1 = head_1 * HEADDIM + headdim_1
+    else:
+        x_0 = _tiles(x_base + head_0 * stride_x_head, length, stride_x_token, HEADDIM, _HEADDIM)
+        x_1 = _tiles(x_base + head_1 * stride_x_head, length, stride_x_token, HEADDIM, _HEADDIM)
+        out_0 = _tiles(out_base + head_0 * HEADDIM, length, nheads * HEADDIM, HEADDIM, _HEADDIM)
+        out_1 = _tiles(out_base + head_1 * HEADDIM, length, nheads * HEADDIM, HEADDIM, _HEADDIM)
+        column_0 = headdim_0
+        column_1 = headdim_1
+    B = _tiles(B_base, length, stride_B_token, DSTATE, BLOCK_DSTATE)
+    C = _tiles(C_base, length, stride_C_token, DSTATE, BLOCK_DSTATE)
+    if HAS_Z:
+        z_base = z_ptr + row * stride_z_batch + begin * stride_z_token
+        z_0 = _tiles(z_base + head_0 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
+        z_1 = _tiles(z_base + head_1 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
+    else:
+        z_0 = x_0
+        z_1 = x_1
+    gram = tma.make_tensor_descriptor(
+        gram_ptr + slot * ngroups * (_CHUNK * _CHUNK), shape=[nslots * ngroups * _CHUNK, _CHUNK], strides=[_CHUNK, 1],
+        block_shape=[_CHUNK, _CHUNK], layout=GRAM_TILE,
+    )  # fmt: skip
+    gram_log2 = tma.make_tensor_descriptor(
+        gram_log2_ptr + slot * ngroups * _CHUNK, shape=[nslots * ngroups * _CHUNK], strides=[1], block_shape=[_CHUNK],
+        layout=_VECTOR,
+    )  # fmt: skip
+    vectors = tma.make_tensor_descriptor(
+        vectors_ptr + slot * nheads * (_VECTORS * _CHUNK), shape=[nslots * nheads * (_VECTORS * _CHUNK)], strides=[1],
+        block_shape=[_VECTORS * _CHUNK], layout=_VECTOR,
+    )  # fmt: skip
+
+    x_ring = gl.allocate_shared_memory(DOT, [STAGES * 2, _CHUNK, _HEADDIM], _TILE)
+    if HAS_Z:
+        z_ring = gl.allocate_shared_memory(DOT, [STAGES * 2, _CHUNK, _HEADDIM], _TILE)
+    else:
+        z_ring = x_ring
+    B_ring = gl.allocate_shared_memory(DOT, [STAGES, _CHUNK, BLOCK_DSTATE], _TILE)
+    C_ring = gl.allocate_shared_memory(DOT, [STAGES, _CHUNK, BLOCK_DSTATE], _TILE)
+    gram_ring = gl.allocate_shared_memory(GRAM, [STAGES, _CHUNK, _CHUNK], GRAM_TILE)
+    log2_ring = gl.allocate_shared_memory(gl.float32, [STAGES, _CHUNK], _VECTOR)
+    vector_ring = gl.allocate_shared_memory(gl.float32, [STAGES * 2, _VECTORS * _CHUNK], _VECTOR)
+    weight_tiles = gl.allocate_shared_memory(DOT, [_ITEMS, _CHUNK, _CHUNK], _TILE)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=_ITEMS)
+    fence_async_shared()
+
+    sources = (x_0, x_1, z_0, z_1, B, C, gram, gram_log2, vectors)
+    rings = (x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring)
+    places = (walk_first, walk_stop, head_0, head_1, headdim_0, headdim_1, column_0, column_1, nheads, group, ngroups)
+    if HAS_INITIAL:
+        initial_base = initial_ptr + sequence.to(gl.int64) * stride_initial_batch
+        initial_0 = initial_base + head_0 * stride_initial_head
+        initial_1 = initial_base + head_1 * stride_initial_head
+    else:
+        initial_0 = final_ptr
+        initial_1 = final_ptr
+    if HAS_D:
+        D_0 = D_ptr + head_0 * stride_D_head
+        D_1 = D_ptr + head_1 * stride_D_head
+    else:
+        D_0 = final_ptr
+        D_1 = final_ptr
+    row_0 = sequence.to(gl.int64) * nheads + head_0
+    row_1 = sequence.to(gl.int64) * nheads + head_1
+    # Parts are there only for the pairs from first_pair on, which are those of the units from first_unit on.
+    nparts_before = segment * nparts_segment
+    part_0 = (row_0 - first_pair) * nparts
+    part_1 = (row_1 - first_pair) * nparts
+    is_last = segment == nsegments - 1
+    flag = flags_ptr + program * 2
+    states_0 = (
+        initial_0, stride_initial_headdim, stride_initial_dstate, part_states_ptr + part_0 * (HEADDIM * DSTATE),
+        part_decay_ptr + part_0, nparts_before, final_ptr + row_0 * (HEADDIM * DSTATE), is_last, flag,
+        stride_D_headdim,
+    )  # fmt: skip
+    states_1 = (
+        initial_1, stride_initial_headdim, stride_initial_dstate, part_states_ptr + part_1 * (HEADDIM * DSTATE),
+        part_decay_ptr + part_1, nparts_before, final_ptr + row_1 * (HEADDIM * DSTATE), is_last, flag + 1,
+        stride_D_headdim,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _walk,
+                (
+                    out_0, rings, weight_tiles.index(0), full, empty,
+                    (walk_first, walk_stop, headdim_0, column_0), states_0, D_0, 0, HEADDIM,
+                    DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES,
+                ),
+            ),
+            (
+                _walk,
+                (
+                    out_1, rings, weight_tiles.index(1), full, empty,
+                    (walk_first, walk_stop, headdim_1, column_1), states_1, D_1, 1, HEADDIM,
+                    DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES,
+                ),
+            ),
+            (_fetch, (sources, rings, full, empty, places, HAS_Z, STAGES)),
+        ],
+        [4, 1],
+        [WORKER_REGISTERS, 504 - 2 * WORKER_REGISTERS],
+    )  # fmt: skip
