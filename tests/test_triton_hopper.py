@@ -96,6 +96,19 @@ def test_second_walk(hopper: Any, shape: str) -> None:
         assert relative_error(value, right) <= budget(bf16), name
 
 
+def test_tokens_of_different_size(hopper: Any) -> None:
+    """Each token is right within its own size, whatever that of C at others: the gram is float16."""
+    inputs = make_inputs(
+        bf16, batch=1, seqlen=130, nheads=2, headdim=48, ngroups=1, dstate=40, D=None, decay=(1e-3, 1.0)
+    )
+    exponents = torch.tensor([0, 40, -60, 90, -20, 3, 60])
+    inputs["C"] = inputs["C"] * (2.0 ** exponents[torch.arange(130) % 7]).to(bf16)[:, None, None]
+    inputs["B"] = inputs["B"] * (2.0 ** (torch.arange(130) % 11)).to(bf16)[:, None, None]
+    hopper(4)
+    out, want = scan(inputs)[0].double(), oracle_scan(**inputs)[0].double()
+    assert ((out - want).norm(dim=(2, 3)) / want.norm(dim=(2, 3))).max() <= 4 * budget(bf16)
+
+
 @pytest.mark.parametrize(
     ("program", "item", "heads", "tokens"), [(0, 1, (1, 2), (0, 576)), (2, 0, (2, 3), (576, 1088))]
 )

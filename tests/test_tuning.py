@@ -112,7 +112,7 @@ def test_what_was_stored_is_used_from_the_next_call_on():
         {"architecture": "sm_100"},
         {"gpu": "NVIDIA H100"},
         {"gpu": ""},
-        {"compiler": lambda: "compiler 1.2.4"},
+        pytest.param({"compiler": lambda: "compiler 1.2.4"}, id="compiler"),
     ],
     ids=str,
 )

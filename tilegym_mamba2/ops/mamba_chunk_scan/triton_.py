@@ -51,6 +51,8 @@ _MOST_SEGMENTS = 32
 # Of Triton, whose Gluon changes: those that the kernel for Hopper is written for.
 _GLUON_VERSIONS = ("3.6", "3.7")
 _HOPPER_REGISTERS = 232
+# Below half of that kernel's tiles of 64 the other kernel's smaller ones are the better choice.
+_HOPPER_LEAST = 32
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -114,7 +116,7 @@ def fits_hopper(
 
     Args:
         info: of the GPU.
-        headdim, dstate: below half of the kernel's tiles of 64, the other kernel's smaller ones are the better choice.
+        headdim, dstate: of x and B.
         dot: dtype of x, B and C.
         tma_legal: whether TMA can read x, B, C and z.
         vectors: elements of a sequence's vectors, whose descriptor counts in int32.
@@ -123,8 +125,8 @@ def fits_hopper(
         info.architecture == "cuda:90"
         and ".".join(triton.__version__.split(".")[:2]) in _GLUON_VERSIONS
         and dot == torch.bfloat16
-        and headdim > 32
-        and 32 < dstate <= 128
+        and min(headdim, dstate) > _HOPPER_LEAST
+        and dstate <= 128
         and tma_legal
         and vectors < 2**31
     )
@@ -133,7 +135,7 @@ def fits_hopper(
 def hopper_config(info: backend.DeviceInfo, dstate: int, has_z: bool) -> Config:
     """The configuration where `fits_hopper`; the stages of its output are those of the ring in shared memory."""
     block_dstate = _block(dstate)
-    stage = 64 * (2 * 64 + 2 * block_dstate + 64 + (2 * 64 if has_z else 0)) * 2 + (2 * 4 + 1) * 64 * 4
+    stage = 64 * (2 * 64 + 2 * max(block_dstate, 64) + 64 + (2 * 64 if has_z else 0)) * 2 + (2 * 4 + 1) * 64 * 4
     stages = min(3, (info.shared_memory - 2 * 64 * 64 * 2 - 1024) // stage)
     return Config(64, 64, backend.Options(4, stages, 168), 64, block_dstate, backend.Options(4, 3, 168), 1, 3, True)
 
