@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 INTERPRET_VARIABLE = "TILEGYM_MAMBA2_CUTILE_INTERPRET"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120")
 
-_OLDEST_CUDA_TILE = (1, 5)
+_OLDEST_CUDA_TILE = (1, 6)  # the first with dependent launches
 _OLDEST_CUDA_DRIVER = 13000
 _LARGEST_INT32 = 2**31 - 1
 
 # Its raw forms cost a tenth of torch.cuda.current_stream() and current_device(), and every launch asks for them.
 _torch_c: Any = cast(Any, torch)._C
-_DEPENDENT: tuple[dict[str, bool], ...] = ({}, {"programmatic_dependent_launch": True})  # cuda-tile 1.5 lacks it
+_DEPENDENT: tuple[dict[str, bool], ...] = ({}, {"programmatic_dependent_launch": True})
 ABSENT = 0  # stands for an array that a call does not have: the cheapest argument
 _ALIGNMENT = 256  # bytes
 _TYPE_STRINGS = {torch.float32: "<f4", torch.bfloat16: "<V2", torch.float16: "<f2"}
