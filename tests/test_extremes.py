@@ -50,13 +50,13 @@ def test_not_finite(backend: str, name: str, value: float, seqlen: int) -> None:
 @pytest.mark.parametrize("seqlen", SEQLENS)
 @pytest.mark.parametrize("D", ["heads", None])
 @pytest.mark.parametrize("name", ["x", "C"])
-@pytest.mark.parametrize("factor", [1e30, 1e-20])
+@pytest.mark.parametrize("factor", [2.0**100, 2.0**-66])  # exact, so that the rounding of the input stays the same
 def test_large_and_small(backend: str, name: str, factor: float, D: str | None, seqlen: int) -> None:
     inputs = make_inputs(bf16, DEVICE, **SMALL, seqlen=seqlen, D=D)
     inputs[name] = inputs[name] * factor
     for got, want in zip(scan(inputs, backend), oracle_scan(**inputs), strict=False):
         assert got.isfinite().all()
-        assert relative_error(got, want) <= 1.2 * budget(bf16)  # a few of so few values outweigh the others
+        assert relative_error(got, want) <= budget(bf16)
 
 
 @pytest.mark.parametrize("seqlen", SEQLENS)

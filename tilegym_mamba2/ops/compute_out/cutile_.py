@@ -274,7 +274,10 @@ def _configurations(
         hints = [Hints(occupancy=3), Hints(occupancy=2)]
     else:
         hints = [Hints(occupancy=2), Hints(occupancy=1)]
-    return [_Configuration(heads, rows, rows, 64, block_state, latency, hint) for hint in hints for latency in (4, 8)]
+    latencies = (8, 4) if has_runs else (4, 8)  # with runs, z and D of each channel, 4 runs out of registers
+    return [
+        _Configuration(heads, rows, rows, 64, block_state, latency, hint) for hint in hints for latency in latencies
+    ]
 
 
 @register("compute_out", "cutile", supports=float64_reason)
