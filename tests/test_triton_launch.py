@@ -118,3 +118,26 @@ def test_alignment_chooses_the_compiled_kernel() -> None:
         launches._run((memory[start:],), device, 11)
     assert len(kernel.warmed) == 2
     assert [pointers_of(launched, 2, 0)[0] - memory.data_ptr() for launched in kernel.launched] == [0, 16, 4, 20, 32]
+
+
+def test_only_launches_that_follow_and_wait_start_early() -> None:
+    waiting, other, last = Kernel(), Kernel(), Kernel()
+    for kernel in (waiting, other, last):
+        kernel.compiled.run.launch_pdl = False
+    launches = backend.Launches(
+        "x",
+        (
+            (backend.Launch(waiting, 3, (), (), early=True), "x out"),
+            (backend.Launch(other, 3, (), ()), "x out"),
+            (backend.Launch(last, 3, (), (), early=True), "x out"),
+        ),
+        (backend.Result("out", (4,), torch.float32),),
+        {},
+    )
+    launches._run((torch.zeros(8),), torch.device("cpu"), 11)
+    # grid, stream, function, whether the grid is cooperative, whether it starts early
+    early = [kernel.launched[0][6] for kernel in (waiting, other, last)]
+    assert early == ([False, False, True] if known() else [False, False, False])
+    alone = backend.Launch(last, 3, (), (), early=True)
+    alone._run((torch.zeros(8), torch.zeros(4)), torch.device("cpu"), 11)
+    assert last.launched[1][6] is False

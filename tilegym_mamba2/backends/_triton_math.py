@@ -98,3 +98,21 @@ def advance_state(
             state = tl.dot((weighted - operand.to(tl.float32)).to(DOT), B, state, input_precision=PRECISION)
         state = tl.dot(operand, B, state, input_precision=PRECISION)
     return state
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr):
+    """If EARLY, waits until the launches before this one have ended and what they wrote is visible.
+
+    A kernel that `Launch(early=True)` says may begin while they run calls it in every program, before it reads or
+    writes anything that they touch.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def launch_next(EARLY: tl.constexpr):
+    """If EARLY, lets the next launch begin once every program of this one has come here, if that launch waits."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()

@@ -107,9 +107,11 @@ class Launch(_Runnable):
         numbers: values of the parameters after the pointers.
         constants: values of the parameters after those.
         options: of the compiler.
+        early: whether `Launches` may start it while those before it still run: every program of the kernel calls
+            `wait_for_previous` before it touches what they read or write.
     """
 
-    __slots__ = ("_arguments", "_kernel", "_key", "_options", "_ready", "programs")
+    __slots__ = ("_arguments", "_early", "_kernel", "_key", "_options", "_ready", "programs")
 
     def __init__(
         self,
@@ -118,8 +120,10 @@ class Launch(_Runnable):
         numbers: tuple[int | float, ...],
         constants: tuple[Any, ...],
         options: Options = _DEFAULT_OPTIONS,
+        early: bool = False,
     ):
         self.programs = programs
+        self._early = early
         self._kernel = kernel
         self._arguments = (*numbers, *constants)
         self._options = {name: value for name, value in options._asdict().items() if value is not None}
@@ -156,13 +160,16 @@ class Launch(_Runnable):
         source = Source(self._kernel, signature, constants, attributes)
         return compile(source, target=target, options=self._options)
 
-    def prepared(self, tensors: tuple[Any, ...], alignment: Any, index: int) -> tuple["_Enqueue", int]:
+    def prepared(
+        self, tensors: tuple[Any, ...], alignment: Any, index: int, follows: bool = False
+    ) -> tuple["_Enqueue", int]:
         """A function that enqueues the compiled kernel, and how many bytes of memory of its own that needs.
 
         Args:
             tensors: as in a call; a dtype stands for an aligned tensor.
             alignment: tells calls apart whose pointers are aligned differently.
             index: of the device, which is the current one.
+            follows: whether it is always enqueued after another launch whose memory it shares.
         """
         dtypes = tuple([tensor.dtype if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors])
         key = (self._key, dtypes, alignment, index)
@@ -170,7 +177,7 @@ class Launch(_Runnable):
         if kernel is None:
             kernel = self._kernel.warmup(*tensors, *self._arguments, grid=(self.programs,), **self._options)
             _compiled[key] = kernel
-        return _enqueue(kernel, self.programs, self._arguments)
+        return _enqueue(kernel, self.programs, self._arguments, follows and self._early)
 
     def _run(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device, stream: int) -> None:
         pointers, unaligned = _pointers(tensors)
@@ -249,9 +256,10 @@ class Launches(_Runnable):
         values = (*tensors, *made, *self._dtypes)
         end = self._offsets[-1]
         steps: list[tuple[Any, Any, int]] = []
-        for launch, indices in self._launches:
+        for position, (launch, indices) in enumerate(self._launches):
             pick = operator.itemgetter(*indices)
-            enqueue, scratch_bytes = launch.prepared(pick(values), alignment, device.index)
+            # Not the first: another call's launches may still use the memory.
+            enqueue, scratch_bytes = launch.prepared(pick(values), alignment, device.index, position > 0)
             steps.append((enqueue, pick, end))
             end += -(-scratch_bytes // 256) * 256
         layouts = [(shape, _contiguous(shape), dtype) for _, shape, dtype in self._results]
@@ -302,8 +310,10 @@ def _alignment(pointers: list[int | None]) -> tuple[bool, ...]:
 _Enqueue = Callable[[int, int | None, Any], None]
 
 
-def _enqueue(kernel: Any, programs: int, arguments: tuple[Any, ...]) -> tuple[_Enqueue, int]:
+def _enqueue(kernel: Any, programs: int, arguments: tuple[Any, ...], early: bool = False) -> tuple[_Enqueue, int]:
     """A function (stream, address of the kernel's scratch, pointers), and how many bytes that scratch has.
+
+    If `early`, the kernel may start before the one that was enqueued before it has ended.
 
     The kernel's `run` allocates scratch at every launch, with torch, and takes as long as the launch itself. In the
     versions of Triton that are known here the function beneath it is called.
@@ -322,7 +332,7 @@ def _enqueue(kernel: Any, programs: int, arguments: tuple[Any, ...]) -> tuple[_E
         return generic, 0
 
     launch: Any = run.launch
-    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    cooperative, dependent = run.launch_cooperative_grid, early or run.launch_pdl
     if layout == "arguments last":
 
         def enqueue(stream: int, scratch: int | None, pointers: Any) -> None:
@@ -430,6 +440,13 @@ def choose(candidates: Sequence[_Candidate], op: str, info: DeviceInfo, **key: i
     return tuning.choose(op, place(info), key, candidates)
 
 
+def starts_early(info: DeviceInfo) -> bool:
+    """Whether kernels can start before those that they depend on have ended: EARLY of `wait_for_previous`."""
+    import triton
+
+    return not _interpreting() and info.has_tma and ".".join(triton.__version__.split(".")[:2]) in _LAUNCHERS
+
+
 def place(info: DeviceInfo) -> tuning.Place:
     """Where choices made on a GPU hold."""
     kind, _, number = info.architecture.partition(":")
@@ -447,20 +464,23 @@ def _compiler() -> str:
 # Whether it can run here
 
 
+def _interpreting() -> bool:
+    return os.environ.get(INTERPRET_VARIABLE, "0") not in ("", "0")
+
+
 def why_unavailable(device: torch.device) -> str | None:
     """None if kernels can run on tensors of this device, else the reason and what mends it."""
     reason = _why_no_package()
     if reason is not None or _recording is not None:
         return reason
-    interpreted = os.environ.get(INTERPRET_VARIABLE, "0") not in ("", "0")
     if device.type == "cpu":
-        if not interpreted:
+        if not _interpreting():
             return (
                 "Triton kernels run CPU tensors only in Triton's interpreter: set "
                 f"{INTERPRET_VARIABLE}=1 before the first call (slow, for tests)"
             )
         return None
-    if interpreted:
+    if _interpreting():
         return f"{INTERPRET_VARIABLE} is set, which runs CPU tensors only: unset it"
     return _why_no_gpu(device)
 

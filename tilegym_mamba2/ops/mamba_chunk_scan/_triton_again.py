@@ -7,6 +7,7 @@ always it finds none set, and has nothing to do.
 import triton
 import triton.language as tl
 
+from tilegym_mamba2.backends._triton_math import wait_for_previous
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_output import scan_item
 
 
@@ -84,7 +85,9 @@ def _scan_again_kernel(
     Z_UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     first = tl.program_id(0)
     step = tl.num_programs(0)
     found = 0

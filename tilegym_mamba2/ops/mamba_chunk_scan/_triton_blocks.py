@@ -12,7 +12,8 @@ FLOAT16_SCALE = tl.constexpr(32.0)
 SUM_LOG2 = tl.constexpr(0)  # a
 FROM_ENTRY = tl.constexpr(1)  # exp(a), 0 for tokens that the state at the block's entry does not reach
 TO_EXIT = tl.constexpr(2)  # exp(a[last] - a) * d, 0 for tokens that do not reach the block's exit
-TIME_STEP = tl.constexpr(3)  # d
+TIME_STEP = tl.constexpr(3)  # d, where the gram is not float16
+BIAS_LOG2 = tl.constexpr(3)  # a - log(d), where it is: a weight is then gram[i, j] * exp(a[i] - bias[j])
 SUM_LOG2_LOW = tl.constexpr(4)  # with SPLIT_SUM, what the rounding of a leaves
 VECTORS = 5
 

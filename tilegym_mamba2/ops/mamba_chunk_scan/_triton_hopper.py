@@ -1,11 +1,11 @@
 """The fused forward's walk over segments for Hopper, in Gluon: asynchronous products, TMA, specialised warps.
 
-    y[i] = exp(a[i]) * H @ C[i] + sum(gram[i, j] * exp(a[i] - a[j]) * d[j] * x[j] for j <= i) + D * x[i]
+    y[i] = exp(a[i]) * H @ C[i] + sum(gram[i, j] * exp(a[i] - (a[j] - log(d[j]))) * x[j] for j <= i) + D * x[i]
 
 A program owns a segment for two items of a group, an item being 64 rows of headdim of one head. One warp fetches tiles
 into a ring in shared memory; four warps for each item hold its state in registers and walk along the same tokens, so
-that B, C and the gram are fetched once for both. While the tensor cores work for one item, or on the products that a
-block needs its state for, the other warps compute the weights of a block, and so on.
+that B, C and the gram are fetched once for both. While the tensor cores work on all products of a block, its warps
+compute the weights of the next one.
 """
 
 import triton.experimental.gluon.language as gl
@@ -30,7 +30,7 @@ _VECTORS = gl.constexpr(4)
 _SUM_LOG2 = gl.constexpr(0)
 _FROM_ENTRY = gl.constexpr(1)
 _TO_EXIT = gl.constexpr(2)
-_TIME_STEP = gl.constexpr(3)
+_BIAS_LOG2 = gl.constexpr(3)
 # Larger exponents occur only where the weight is masked to 0, which 2**126 keeps 0 and infinity would make NaN.
 _MAX_LOG2 = gl.constexpr(126.0)
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -39,12 +39,13 @@ _LARGEST = gl.constexpr(3.4028234663852886e38)
 # (headdim, chunk), and also (chunk, chunk): accumulators of 64 x 64
 _ACC_CHUNK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
-# (chunk i, chunk j): 16 bytes of the gram in each load, 8 of the weights in each store, none of which meet in a bank.
+# (chunk i, chunk j): loads of the gram and stores of the weights don't meet in a bank; a thread has the same of each
+# quarter, so that `_quarters` moves nothing.
 _WEIGHT = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 32], [2, 0], [8, 0]],
+        [[0, 1], [0, 2], [2, 0], [0, 32], [32, 0]],
         [[0, 4], [0, 8], [0, 16], [4, 0], [1, 0]],
-        [[16, 0], [32, 0]],
+        [[16, 0], [8, 0]],
         [],
         [64, 64],
     )
@@ -54,11 +55,72 @@ _VECTOR = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
 @gluon.jit
-def _fetch(sources, rings, full, empty, places, HAS_Z: gl.constexpr, STAGES: gl.constexpr):
+def _wait_for_previous():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _launch_next():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _tiles(ptr, length, stride_token, ncolumns, COLUMNS: gl.constexpr):
+    """What the tiles of a sequence are fetched by: (token, column), 0 beyond the last."""
+    return tma.make_tensor_descriptor(
+        ptr, shape=[length, ncolumns], strides=[stride_token, 1], block_shape=[_CHUNK, COLUMNS], layout=_TILE
+    )
+
+
+@gluon.jit
+def _fetch(
+    sources,
+    rings,
+    full,
+    empty,
+    places,
+    HEADDIM: gl.constexpr,
+    DSTATE: gl.constexpr,
+    BLOCK_DSTATE: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    DENSE: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+):
     """The fetching warp: the tiles of each block, in the order in which they are needed."""
-    x_0, x_1, z_0, z_1, B, C, gram, gram_log2, vectors = sources
+    (
+        x_base, stride_x_token, stride_x_head, z_base, stride_z_token, stride_z_head, B_base, stride_B_token, C_base,
+        stride_C_token, gram_base, gram_log2_base, vectors_base,
+    ) = sources  # fmt: skip
     x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring = rings
-    walk_first, walk_stop, head_0, head_1, headdim_0, headdim_1, column_0, column_1, nheads, group, ngroups = places
+    walk_first, walk_stop, length, nslots, head_0, head_1, headdim_0, headdim_1, nheads, group, ngroups = places
+    SIZE: gl.constexpr = _VECTORS * _CHUNK
+    vectors = tma.make_tensor_descriptor(
+        vectors_base, shape=[nslots * nheads * SIZE], strides=[1], block_shape=[SIZE], layout=_VECTOR
+    )
+    gram_log2 = tma.make_tensor_descriptor(
+        gram_log2_base, shape=[nslots * ngroups * _CHUNK], strides=[1], block_shape=[_CHUNK], layout=_VECTOR
+    )
+    gram = _tiles(gram_base, nslots * ngroups * _CHUNK, gl.to_tensor(_CHUNK).to(gl.int64), _CHUNK, _CHUNK)
+    C = _tiles(C_base, length, stride_C_token, DSTATE, BLOCK_DSTATE)
+    if DENSE:  # one source for all heads: to make one takes longer than to fetch a tile
+        x_0 = _tiles(x_base, length, stride_x_token, nheads * HEADDIM, _HEADDIM)
+        x_1 = x_0
+        column_0 = head_0 * HEADDIM + headdim_0
+        column_1 = head_1 * HEADDIM + headdim_1
+    else:
+        x_0 = _tiles(x_base + head_0 * stride_x_head, length, stride_x_token, HEADDIM, _HEADDIM)
+        x_1 = _tiles(x_base + head_1 * stride_x_head, length, stride_x_token, HEADDIM, _HEADDIM)
+        column_0 = headdim_0
+        column_1 = headdim_1
+    B = _tiles(B_base, length, stride_B_token, DSTATE, BLOCK_DSTATE)
+    if HAS_Z:
+        z_0 = _tiles(z_base + head_0 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
+        z_1 = _tiles(z_base + head_1 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
+    if EARLY:
+        _wait_for_previous()
     NBYTES: gl.constexpr = (
         B.block_type.nbytes
         + C.block_type.nbytes
@@ -75,16 +137,15 @@ def _fetch(sources, rings, full, empty, places, HAS_Z: gl.constexpr, STAGES: gl.
         first = c * _CHUNK
         item = stage * 2
         mbarrier.expect(ready, NBYTES)
+        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_0) * SIZE], ready, vector_ring.index(item))
+        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_1) * SIZE], ready, vector_ring.index(item + 1))
+        gram_row = (c * ngroups + group) * _CHUNK
+        tma.async_copy_global_to_shared(gram_log2, [gram_row], ready, log2_ring.index(stage))
+        tma.async_copy_global_to_shared(gram, [gram_row, 0], ready, gram_ring.index(stage))
         tma.async_copy_global_to_shared(C, [first, 0], ready, C_ring.index(stage))
         tma.async_copy_global_to_shared(x_0, [first, column_0], ready, x_ring.index(item))
         tma.async_copy_global_to_shared(x_1, [first, column_1], ready, x_ring.index(item + 1))
-        size: gl.constexpr = _VECTORS * _CHUNK
-        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_0) * size], ready, vector_ring.index(item))
-        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_1) * size], ready, vector_ring.index(item + 1))
         tma.async_copy_global_to_shared(B, [first, 0], ready, B_ring.index(stage))
-        gram_row = (c * ngroups + group) * _CHUNK
-        tma.async_copy_global_to_shared(gram, [gram_row, 0], ready, gram_ring.index(stage))
-        tma.async_copy_global_to_shared(gram_log2, [gram_row], ready, log2_ring.index(stage))
         if HAS_Z:
             tma.async_copy_global_to_shared(z_0, [first, headdim_0], ready, z_ring.index(item))
             tma.async_copy_global_to_shared(z_1, [first, headdim_1], ready, z_ring.index(item + 1))
@@ -103,10 +164,56 @@ def _copy(x):
 
 
 @gluon.jit
+def _widen(x):
+    """bfloat16 x as float32: two instructions for two elements, where the compiler takes three."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _widen_again(x):
+    """`_widen` in other instructions, for the reason of `_copy`."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;", "=f,=f,r", [x], dtype=gl.float32, is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _quarters(tile):
+    """The four (32, 32) of a (64, 64), row by row, without moving data."""
+    halves = tile.reshape([2, 32, 2, 32]).permute((1, 3, 0, 2))  # (i, j, half i, half j)
+    left, right = gl.split(halves)  # (i, j, half i)
+    upper_left, lower_left = gl.split(left)
+    upper_right, lower_right = gl.split(right)
+    return upper_left, upper_right, lower_left, lower_right
+
+
+@gluon.jit
+def _weights(gram_tile, log2_tile, vectors, DOT: gl.constexpr):
+    """What multiplies x in a block, (chunk i, chunk j)."""
+    gram = gram_tile.load(_WEIGHT)
+    sums = vectors.slice(_SUM_LOG2 * _CHUNK, _CHUNK).load(gl.SliceLayout(1, _WEIGHT))
+    rows = (sums + log2_tile.load(gl.SliceLayout(1, _WEIGHT)))[:, None]
+    columns = vectors.slice(_BIAS_LOG2 * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _WEIGHT))[None, :]
+    gram_0, _, gram_2, gram_3 = _quarters(gram)
+    row_0, _, row_2, row_3 = _quarters(gl.broadcast(rows, gram)[0])
+    column_0, _, column_2, column_3 = _quarters(gl.broadcast(columns, gram)[0])
+    # Above the diagonal, so in all of the upper right quarter, the gram is 0; nothing of the lower left is above it.
+    weight_0 = (gram_0.to(gl.float32) * gl.exp2(gl.minimum(row_0 - column_0, _MAX_LOG2))).to(DOT)
+    weight_2 = (gram_2.to(gl.float32) * gl.exp2(row_2 - column_2)).to(DOT)
+    weight_3 = (gram_3.to(gl.float32) * gl.exp2(gl.minimum(row_3 - column_3, _MAX_LOG2))).to(DOT)
+    halves = gl.join(gl.join(weight_0, weight_2), gl.join(gl.zeros_like(weight_0), weight_3))
+    weight = halves.permute((2, 0, 3, 1)).reshape([_CHUNK, _CHUNK])
+    return gl.convert_layout(weight, _WEIGHT, assert_trivial=True)
+
+
+@gluon.jit
 def _walk(
-    out,
+    out_base,
     rings,
-    weight_tile,
+    tiles,
     full,
     empty,
     places,
@@ -121,14 +228,17 @@ def _walk(
     HAS_Z: gl.constexpr,
     COMPENSATED: gl.constexpr,
     STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """Four warps with the state of one item: writes its outputs, and its final state."""
     x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring = rings
-    walk_first, walk_stop, headdim_first, column = places
+    weight_ring, y_ring = tiles
+    walk_first, walk_stop, length, nheads, headdim_first = places
     (
         initial_ptr, stride_initial_headdim, stride_initial_dstate, part_states_ptr, part_decay_ptr, nparts_before,
         final_ptr, is_last, flag_ptr, stride_D_headdim,
     ) = states  # fmt: skip
+    out = _tiles(out_base, length, nheads * HEADDIM, HEADDIM, _HEADDIM)
     DOT: gl.constexpr = x_ring.dtype
     ACC_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DSTATE, 16])
 
@@ -141,6 +251,8 @@ def _walk(
         state = gl.load(initial_ptr + places_initial, mask=inside, other=0.0).to(gl.float32)
     else:
         state = gl.zeros([_HEADDIM, BLOCK_DSTATE], gl.float32, ACC_STATE)
+    if EARLY:
+        _wait_for_previous()
     for part in range(nparts_before):
         decay = gl.load(part_decay_ptr + part)
         added = gl.load(part_states_ptr + part * (HEADDIM * DSTATE) + offsets, mask=inside, other=0.0)
@@ -150,36 +262,41 @@ def _walk(
         D = gl.load(D_ptr + row * stride_D_headdim, mask=row < HEADDIM, other=0.0).to(gl.float32)[:, None]
 
     zeros = gl.zeros([_HEADDIM, _CHUNK], gl.float32, _ACC_CHUNK)
+    if walk_first < walk_stop:
+        mbarrier.wait(full.index(0), 0)
+        weight = _weights(gram_ring.index(0), log2_ring.index(0), vector_ring.index(ITEM), DOT)
+        weight_ring.index(ITEM * 2).store(weight)
+        fence_async_shared()
+        _barrier()
     for c in range(walk_first, walk_stop):
         index = c - walk_first
         stage = index % STAGES
-        mbarrier.wait(full.index(stage), (index // STAGES) & 1)
+        half = index & 1
         vectors = vector_ring.index(stage * 2 + ITEM)
         x = x_ring.index(stage * 2 + ITEM).permute((1, 0)).load(_LEFT)  # (headdim, chunk)
         to_exit = vectors.slice(_TO_EXIT * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _LEFT))[None, :]
-        weighted = (x.to(gl.float32) * to_exit).to(DOT)  # (headdim, chunk)
+        weighted = (_widen(x) * to_exit).to(DOT)  # (headdim, chunk)
         # The last token is reached from the entry just as the exit is.
         decay = vectors.slice(_FROM_ENTRY * _CHUNK + _CHUNK - 1, 1).load(gl.SliceLayout(0, ACC_STATE))[None, :]
         operand = gl.convert_layout(state.to(DOT), _LEFT, assert_trivial=True)
         # Accumulators are touched only while no product is under way, or the compiler would wait for each.
         state = state * decay
-        carried = warpgroup_mma(operand, C_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         B = B_ring.index(stage)
+        weight_tile = weight_ring.index(ITEM * 2 + half)
+        inner = warpgroup_mma(x, weight_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        carried = warpgroup_mma(operand, C_ring.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         state = warpgroup_mma(weighted, B, state, is_async=True)
 
+        # The weights of the next block; after the last one they are those of the last again, and of no use.
+        ahead = gl.minimum(index + 1, walk_stop - walk_first - 1)
+        stage_ahead = ahead % STAGES
+        mbarrier.wait(full.index(stage_ahead), (ahead // STAGES) & 1)
         tma.store_wait(0)
-        _barrier()  # the last block's outputs have left the place of the weights
-        gram = gram_ring.index(stage).load(_WEIGHT)  # (chunk i, chunk j)
-        sums = vectors.slice(_SUM_LOG2 * _CHUNK, _CHUNK)
-        log2_i = log2_ring.index(stage).load(gl.SliceLayout(1, _WEIGHT))
-        sum_i = (sums.load(gl.SliceLayout(1, _WEIGHT)) + log2_i)[:, None]
-        sum_j = sums.load(gl.SliceLayout(0, _WEIGHT))[None, :]
-        d = vectors.slice(_TIME_STEP * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _WEIGHT))[None, :]
-        weight = (gram.to(gl.float32) * d) * gl.exp2(gl.minimum(sum_i - sum_j, _MAX_LOG2))
-        weight_tile.store(weight.to(DOT))
-        fence_async_shared()
-        _barrier()
-        inner = warpgroup_mma(x, weight_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        _barrier()  # the last block's outputs have left their place
+        weight = _weights(
+            gram_ring.index(stage_ahead), log2_ring.index(stage_ahead), vector_ring.index(stage_ahead * 2 + ITEM), DOT
+        )
+        weight_ring.index(ITEM * 2 + (half ^ 1)).store(weight)
         carried, state, inner = warpgroup_mma_wait(0, deps=(carried, state, inner))
         if COMPENSATED:
             to_exit = vectors.slice(_TO_EXIT * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _LEFT))[None, :]
@@ -189,30 +306,23 @@ def _walk(
         from_entry = vectors.slice(_FROM_ENTRY * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _ACC_CHUNK))[None, :]
         y = inner + carried * from_entry  # (headdim, chunk)
         if HAS_D:
-            y += gl.convert_layout(_copy(x), _ACC_CHUNK, assert_trivial=True).to(gl.float32) * D
+            y += gl.convert_layout(_widen_again(x), _ACC_CHUNK, assert_trivial=True) * D
         if HAS_Z:
             z = z_ring.index(stage * 2 + ITEM).permute((1, 0)).load(_LEFT)
             y = y * _silu(gl.convert_layout(z, _ACC_CHUNK, assert_trivial=True).to(gl.float32))
         if COMPENSATED:
             state = warpgroup_mma_wait(0, deps=(state,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        weight_tile.permute((1, 0)).store(y.to(DOT))
+        y_tile = y_ring.index(ITEM)
+        y_tile.permute((1, 0)).store(y.to(DOT))
         fence_async_shared()
         _barrier()
-        tma.async_copy_shared_to_global(out, [c * _CHUNK, column], weight_tile)
+        mbarrier.arrive(empty.index(stage), count=1)
+        tma.async_copy_shared_to_global(out, [c * _CHUNK, headdim_first], y_tile)
     if is_last:
         gl.store(final_ptr + offsets, state, mask=inside)
     bad = gl.where(gl.abs(state) <= _LARGEST, 0, 1)
     gl.store(flag_ptr, gl.max(gl.max(bad, axis=1), axis=0))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _tiles(ptr, length, stride_token, ncolumns, COLUMNS: gl.constexpr):
-    """What the tiles of a sequence are fetched by: (token, column), 0 beyond the last."""
-    return tma.make_tensor_descriptor(
-        ptr, shape=[length, ncolumns], strides=[stride_token, 1], block_shape=[_CHUNK, COLUMNS], layout=_TILE
-    )
 
 
 @gluon.jit(
@@ -275,14 +385,15 @@ def _scan_hopper_kernel(
     DENSE: gl.constexpr,
     STAGES: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
+    if EARLY:
+        _launch_next()
     HAS_INITIAL: gl.constexpr = initial_ptr is not None
     HAS_D: gl.constexpr = D_ptr is not None
     HAS_Z: gl.constexpr = z_ptr is not None
     PACKED: gl.constexpr = cu_seqlens_ptr is not None
     DOT: gl.constexpr = x_ptr.dtype.element_ty
-    GRAM: gl.constexpr = gram_ptr.dtype.element_ty
-    GRAM_TILE: gl.constexpr = gl.NVMMASharedLayout(128, GRAM.primitive_bitwidth, 2)
     NBLOCKS: gl.constexpr = (HEADDIM + _HEADDIM - 1) // _HEADDIM
 
     program = gl.program_id(0)
@@ -323,41 +434,10 @@ def _scan_hopper_kernel(
     out_base = out_ptr + (row * seqlen + begin) * nheads * HEADDIM
     B_base = B_ptr + row * stride_B_batch + begin * stride_B_token + group * stride_B_group
     C_base = C_ptr + row * stride_C_batch + begin * stride_C_token + group * stride_C_group
-    if DENSE:  # one source for all heads: to make a descriptor takes longer than to fetch a tile
-        x_0 = _tiles(x_base, length, stride_x_token, nheads * HEADDIM, _HEADDIM)
-        x_1 = x_0
-        out_0 = _tiles(out_base, length, nheads * HEADDIM, nheads * HEADDIM, _HEADDIM)
-        out_1 = out_0
-        column_0 = head_0 * HEADDIM + headdim_0
-        column_1 = head_1 * HEADDIM + headdim_1
-    else:
-        x_0 = _tiles(x_base + head_0 * stride_x_head, length, stride_x_token, HEADDIM, _HEADDIM)
-        x_1 = _tiles(x_base + head_1 * stride_x_head, length, stride_x_token, HEADDIM, _HEADDIM)
-        out_0 = _tiles(out_base + head_0 * HEADDIM, length, nheads * HEADDIM, HEADDIM, _HEADDIM)
-        out_1 = _tiles(out_base + head_1 * HEADDIM, length, nheads * HEADDIM, HEADDIM, _HEADDIM)
-        column_0 = headdim_0
-        column_1 = headdim_1
-    B = _tiles(B_base, length, stride_B_token, DSTATE, BLOCK_DSTATE)
-    C = _tiles(C_base, length, stride_C_token, DSTATE, BLOCK_DSTATE)
-    if HAS_Z:
-        z_base = z_ptr + row * stride_z_batch + begin * stride_z_token
-        z_0 = _tiles(z_base + head_0 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
-        z_1 = _tiles(z_base + head_1 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
-    else:
-        z_0 = x_0
-        z_1 = x_1
-    gram = tma.make_tensor_descriptor(
-        gram_ptr + slot * ngroups * (_CHUNK * _CHUNK), shape=[nslots * ngroups * _CHUNK, _CHUNK], strides=[_CHUNK, 1],
-        block_shape=[_CHUNK, _CHUNK], layout=GRAM_TILE,
-    )  # fmt: skip
-    gram_log2 = tma.make_tensor_descriptor(
-        gram_log2_ptr + slot * ngroups * _CHUNK, shape=[nslots * ngroups * _CHUNK], strides=[1], block_shape=[_CHUNK],
-        layout=_VECTOR,
-    )  # fmt: skip
-    vectors = tma.make_tensor_descriptor(
-        vectors_ptr + slot * nheads * (_VECTORS * _CHUNK), shape=[nslots * nheads * (_VECTORS * _CHUNK)], strides=[1],
-        block_shape=[_VECTORS * _CHUNK], layout=_VECTOR,
-    )  # fmt: skip
+    z_base = z_ptr + row * stride_z_batch + begin * stride_z_token if HAS_Z else x_base
+    gram_base = gram_ptr + slot * ngroups * (_CHUNK * _CHUNK)
+    gram_log2_base = gram_log2_ptr + slot * ngroups * _CHUNK
+    vectors_base = vectors_ptr + slot * nheads * (_VECTORS * _CHUNK)
 
     x_ring = gl.allocate_shared_memory(DOT, [STAGES * 2, _CHUNK, _HEADDIM], _TILE)
     if HAS_Z:
@@ -366,10 +446,11 @@ def _scan_hopper_kernel(
         z_ring = x_ring
     B_ring = gl.allocate_shared_memory(DOT, [STAGES, _CHUNK, BLOCK_DSTATE], _TILE)
     C_ring = gl.allocate_shared_memory(DOT, [STAGES, _CHUNK, BLOCK_DSTATE], _TILE)
-    gram_ring = gl.allocate_shared_memory(GRAM, [STAGES, _CHUNK, _CHUNK], GRAM_TILE)
+    gram_ring = gl.allocate_shared_memory(gl.float16, [STAGES, _CHUNK, _CHUNK], _TILE)
     log2_ring = gl.allocate_shared_memory(gl.float32, [STAGES, _CHUNK], _VECTOR)
     vector_ring = gl.allocate_shared_memory(gl.float32, [STAGES * 2, _VECTORS * _CHUNK], _VECTOR)
-    weight_tiles = gl.allocate_shared_memory(DOT, [_ITEMS, _CHUNK, _CHUNK], _TILE)
+    weight_ring = gl.allocate_shared_memory(DOT, [_ITEMS * 2, _CHUNK, _CHUNK], _TILE)
+    y_ring = gl.allocate_shared_memory(DOT, [_ITEMS, _CHUNK, _CHUNK], _TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -377,9 +458,12 @@ def _scan_hopper_kernel(
         mbarrier.init(empty.index(stage), count=_ITEMS)
     fence_async_shared()
 
-    sources = (x_0, x_1, z_0, z_1, B, C, gram, gram_log2, vectors)
+    sources = (
+        x_base, stride_x_token, stride_x_head, z_base, stride_z_token, stride_z_head, B_base, stride_B_token, C_base,
+        stride_C_token, gram_base, gram_log2_base, vectors_base,
+    )  # fmt: skip
     rings = (x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring)
-    places = (walk_first, walk_stop, head_0, head_1, headdim_0, headdim_1, column_0, column_1, nheads, group, ngroups)
+    places = (walk_first, walk_stop, length, nslots, head_0, head_1, headdim_0, headdim_1, nheads, group, ngroups)
     if HAS_INITIAL:
         initial_base = initial_ptr + sequence.to(gl.int64) * stride_initial_batch
         initial_0 = initial_base + head_0 * stride_initial_head
@@ -416,20 +500,23 @@ def _scan_hopper_kernel(
             (
                 _walk,
                 (
-                    out_0, rings, weight_tiles.index(0), full, empty,
-                    (walk_first, walk_stop, headdim_0, column_0), states_0, D_0, 0, HEADDIM,
-                    DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES,
+                    out_base + head_0 * HEADDIM, rings, (weight_ring, y_ring), full, empty,
+                    (walk_first, walk_stop, length, nheads, headdim_0), states_0, D_0, 0, HEADDIM,
+                    DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES, EARLY,
                 ),
             ),
             (
                 _walk,
                 (
-                    out_1, rings, weight_tiles.index(1), full, empty,
-                    (walk_first, walk_stop, headdim_1, column_1), states_1, D_1, 1, HEADDIM,
-                    DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES,
+                    out_base + head_1 * HEADDIM, rings, (weight_ring, y_ring), full, empty,
+                    (walk_first, walk_stop, length, nheads, headdim_1), states_1, D_1, 1, HEADDIM,
+                    DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES, EARLY,
                 ),
             ),
-            (_fetch, (sources, rings, full, empty, places, HAS_Z, STAGES)),
+            (
+                _fetch,
+                (sources, rings, full, empty, places, HEADDIM, DSTATE, BLOCK_DSTATE, HAS_Z, DENSE, STAGES, EARLY),
+            ),
         ],
         [4, 1],
         [WORKER_REGISTERS, 504 - 2 * WORKER_REGISTERS],

@@ -9,8 +9,9 @@ again for each head of the group and tile of headdim.
 import triton
 import triton.language as tl
 
-from tilegym_mamba2.backends._triton_math import changes_at, is_finite, silu, to_operand
+from tilegym_mamba2.backends._triton_math import changes_at, is_finite, silu, to_operand, wait_for_previous
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import (
+    BIAS_LOG2,
     FLOAT16_SCALE,
     FROM_ENTRY,
     SUM_LOG2,
@@ -144,15 +145,17 @@ def _walk(
         gram_ptrs = gram_ptr + gram_row * BLOCK_CHUNK + position[:, None] * BLOCK_CHUNK + position[None, :]
         gram = tl.load(gram_ptrs)  # (chunk i, chunk j)
         sums = tl.load(vectors + SUM_LOG2 * BLOCK_CHUNK + position)  # (chunk,)
-        d = tl.load(vectors + TIME_STEP * BLOCK_CHUNK + position)
         if gram_ptr.dtype.element_ty == tl.float16:
-            exponent = (sums + tl.load(gram_log2_ptr + gram_row + position))[:, None] - sums[None, :]
+            bias = tl.load(vectors + BIAS_LOG2 * BLOCK_CHUNK + position)
+            exponent = (sums + tl.load(gram_log2_ptr + gram_row + position))[:, None] - bias[None, :]
         else:
             exponent = sums[:, None] - sums[None, :]
         if SPLIT_SUM:
             low = tl.load(vectors + SUM_LOG2_LOW * BLOCK_CHUNK + position)
             exponent += low[:, None] - low[None, :]
-        weight = gram.to(tl.float32) * tl.exp2(tl.minimum(exponent, _MAX_LOG2)) * d[None, :]  # (chunk i, chunk j)
+        weight = gram.to(tl.float32) * tl.exp2(tl.minimum(exponent, _MAX_LOG2))  # (chunk i, chunk j)
+        if gram_ptr.dtype.element_ty != tl.float16:
+            weight *= tl.load(vectors + TIME_STEP * BLOCK_CHUNK + position)[None, :]
         # This product comes first: by the time that it is done, so is the last block's update of the state.
         if CAREFUL:
             weight, weight_factor = to_operand(weight, DOT)
@@ -447,7 +450,9 @@ def _scan_output_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_previous(EARLY)
     nblocks_headdim = tl.cdiv(HEADDIM, BLOCK_HEADDIM)
     headdim_first = (tl.program_id(0) % nblocks_headdim) * BLOCK_HEADDIM
     program = tl.program_id(0) // nblocks_headdim

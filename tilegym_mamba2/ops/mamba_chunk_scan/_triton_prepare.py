@@ -11,8 +11,9 @@ not lose by the size of others, and its elements keep float16's 11 bits down to 
 import triton
 import triton.language as tl
 
-from tilegym_mamba2.backends._triton_math import changes_at, is_finite, later_of, time_step
+from tilegym_mamba2.backends._triton_math import changes_at, is_finite, later_of, launch_next, time_step
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import (
+    BIAS_LOG2,
     FROM_ENTRY,
     SUM_LOG2,
     SUM_LOG2_LOW,
@@ -81,6 +82,7 @@ def _write_vectors(
     dt_high,
     DT_SOFTPLUS: tl.constexpr,
     SPLIT_SUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     NVECTORS: tl.constexpr,
     BLOCK_CHUNK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -133,7 +135,11 @@ def _write_vectors(
     tl.store(vectors + SUM_LOG2 * BLOCK_CHUNK, sum_log2, mask=stored)
     tl.store(vectors + FROM_ENTRY * BLOCK_CHUNK, from_entry, mask=stored)
     tl.store(vectors + TO_EXIT * BLOCK_CHUNK, to_exit, mask=stored)
-    tl.store(vectors + TIME_STEP * BLOCK_CHUNK, d, mask=stored)
+    if HAS_BIAS:
+        bias = total - tl.log2(d)  # infinite where d is 0
+        tl.store(vectors + BIAS_LOG2 * BLOCK_CHUNK, bias.to(tl.float32), mask=stored)
+    else:
+        tl.store(vectors + TIME_STEP * BLOCK_CHUNK, d, mask=stored)
     if SPLIT_SUM:
         low = (total - sum_log2.to(tl.float64)).to(tl.float32)
         tl.store(vectors + SUM_LOG2_LOW * BLOCK_CHUNK, low, mask=stored)
@@ -257,7 +263,9 @@ def _scan_prepare_kernel(
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch_next(EARLY)
     program = tl.program_id(0)
     nblocks_heads = tl.cdiv(nheads, BLOCK_HEADS)
     if program < ngrams:
@@ -281,6 +289,6 @@ def _scan_prepare_kernel(
             _write_vectors(
                 dt_ptr, A_ptr, dt_bias_ptr, seq_idx_ptr, vectors_ptr, exit_ptr, slot, row, begin, first, stop,
                 first_head, nheads, stride_dt_batch, stride_dt_token, stride_dt_head, stride_A, stride_dt_bias,
-                stride_seq_idx_batch, stride_seq_idx_token, dt_low, dt_high, DT_SOFTPLUS, SPLIT_SUM, NVECTORS,
-                BLOCK_CHUNK, BLOCK_HEADS,
+                stride_seq_idx_batch, stride_seq_idx_token, dt_low, dt_high, DT_SOFTPLUS, SPLIT_SUM,
+                gram_ptr.dtype.element_ty == tl.float16, NVECTORS, BLOCK_CHUNK, BLOCK_HEADS,
             )  # fmt: skip

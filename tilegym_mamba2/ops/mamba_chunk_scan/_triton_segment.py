@@ -9,7 +9,7 @@ tile of headdim.
 import triton
 import triton.language as tl
 
-from tilegym_mamba2.backends._triton_math import is_finite
+from tilegym_mamba2.backends._triton_math import is_finite, launch_next, wait_for_previous
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import (
     FLOAT16_SCALE,
     TO_EXIT,
@@ -144,7 +144,9 @@ def _scan_segment_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch_next(EARLY)
     nblocks_headdim = tl.cdiv(HEADDIM, BLOCK_HEADDIM)
     nblocks_dstate = tl.cdiv(DSTATE, BLOCK_DSTATE)
     program = tl.program_id(0)
@@ -169,6 +171,7 @@ def _scan_segment_kernel(
     x_source = tile_source(x_base, length, x_token, HEADDIM, PAIR * BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
     B_source = tile_source(B_base, length, B_token, DSTATE, PAIR * BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
     state = tl.zeros((BLOCK_HEADDIM, BLOCK_DSTATE), tl.float32)  # (headdim, dstate)
+    wait_for_previous(EARLY)
     state, decay = _sum_part(
         state, part_first, part_stop, x_source, B_source, vectors_ptr, exit_ptr, slot, length, nheads, head,
         headdim_first, dstate_first, x_token, B_token, stride_x_headdim, stride_B_dstate, HEADDIM, DSTATE, NVECTORS,

@@ -14,7 +14,8 @@ A slot is one block of BLOCK_CHUNK tokens of one sequence (a batch row, or a seq
    parts, then walks over its blocks. x, B and C are read again here for the segments that kernel 2 has read.
 
 On Hopper (compute capability 9.0), two others take the place of the third wherever `fits_hopper` says so: bfloat16,
-headdim over 32, dstate over 32 and at most 128, both multiples of 8, tensors that TMA can read, and Triton 3.6 or 3.7.
+headdim over 32, dstate over 32 and at most 128, both multiples of 8, no negative time steps, tensors that TMA can read,
+and Triton 3.6 or 3.7.
 
 3. `_scan_hopper_kernel`, program = (segment, sequence, two heads or blocks of headdim): the same walk in Gluon. It is
    done once; where it met something not finite, a flag is set.
@@ -50,7 +51,7 @@ _LEAST_SLOTS = 8
 _MOST_SEGMENTS = 32
 # Of Triton, whose Gluon changes: those that the kernel for Hopper is written for.
 _GLUON_VERSIONS = ("3.6", "3.7")
-_HOPPER_REGISTERS = 232
+_HOPPER_REGISTERS = 240
 # Below half of that kernel's tiles of 64 the other kernel's smaller ones are the better choice.
 _HOPPER_LEAST = 32
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -110,7 +111,7 @@ def choose_config(info: backend.DeviceInfo, headdim: int, dstate: int, dot: torc
 
 
 def fits_hopper(
-    info: backend.DeviceInfo, headdim: int, dstate: int, dot: torch.dtype, tma_legal: bool, vectors: int
+    info: backend.DeviceInfo, headdim: int, dstate: int, dot: torch.dtype, dt_low: float, tma_legal: bool, vectors: int
 ) -> bool:
     """Whether `_scan_hopper_kernel` takes a call.
 
@@ -118,6 +119,7 @@ def fits_hopper(
         info: of the GPU.
         headdim, dstate: of x and B.
         dot: dtype of x, B and C.
+        dt_low: least time step, whose logarithm the kernel uses.
         tma_legal: whether TMA can read x, B, C and z.
         vectors: elements of a sequence's vectors, whose descriptor counts in int32.
     """
@@ -127,6 +129,7 @@ def fits_hopper(
         and dot == torch.bfloat16
         and min(headdim, dstate) > _HOPPER_LEAST
         and dstate <= 128
+        and dt_low >= 0.0
         and tma_legal
         and vectors < 2**31
     )
@@ -136,7 +139,7 @@ def hopper_config(info: backend.DeviceInfo, dstate: int, has_z: bool) -> Config:
     """The configuration where `fits_hopper`; the stages of its output are those of the ring in shared memory."""
     block_dstate = _block(dstate)
     stage = 64 * (2 * 64 + 2 * max(block_dstate, 64) + 64 + (2 * 64 if has_z else 0)) * 2 + (2 * 4 + 1) * 64 * 4
-    stages = min(3, (info.shared_memory - 2 * 64 * 64 * 2 - 1024) // stage)
+    stages = min(3, (info.shared_memory - 6 * 64 * 64 * 2 - 1024) // stage)
     return Config(64, 64, backend.Options(4, stages, 168), 64, block_dstate, backend.Options(4, 3, 168), 1, 3, True)
 
 
@@ -266,7 +269,9 @@ def _plan(
     z_stride = backend.strides(z, 4)
     z_unit = 8 if z_stride[3] == 1 and not any(stride % 8 for stride in z_stride[:3]) else 1
     z_legal = z is None or (z_aligned and z[2] == x_dtype and z_unit == 8 and all(z_stride[:3]))
-    hopper = fits_hopper(info, headdim, dstate, dot, tma_legal and z_legal, 4 * (seqlen + 63) * nheads)
+    hopper = fits_hopper(
+        info, headdim, dstate, dot, dt_limit[0], tma_legal and z_legal, 4 * (seqlen + 63) * nheads
+    )  # fmt: skip
     # Without D, whose term is exact, the rounding of what is added to the state would show in out.
     compensated = dot == torch.bfloat16 and D is None
     rule = hopper_config(info, dstate, z is not None) if hopper else choose_config(info, headdim, dstate, dot, exact)
@@ -280,6 +285,7 @@ def _plan(
     wide = any(2 * config.block_chunk * s[1] + columns * s[3] >= 2**31 for s in dense)
     x_units, B_units, C_units = (tuple(stride // unit for stride in s[:3]) for s in dense)
 
+    early = backend.starts_early(info)
     packed = cu_seqlens is not None
     nseq = cu_seqlens[0][0] - 1 if packed else 0
     rows = nseq if packed else batch
@@ -300,7 +306,7 @@ def _plan(
         ),
         (
             dstate, dt_softplus, split_sum, nvectors, config.block_chunk, block_heads, block_dstate, unit, wide,
-            _DOT[dot], precision,
+            _DOT[dot], precision, early,
         ),
     )  # fmt: skip
 
@@ -340,8 +346,10 @@ def _plan(
             (
                 headdim, dstate, nvectors, config.block_chunk, config.segment_headdim, config.segment_dstate,
                 config.segment_pair, compensated, unit, wide, use_tma, _DOT[dot], precision, config.segment.num_stages,
+                early,
             ),
             config.segment,
+            early=early,
         )  # fmt: skip
         launches.append((segment, "x B cu_seqlens vectors exits part_states part_decays"))
     D_stride = (*backend.strides(D, 2), 0)[:2]
@@ -367,9 +375,10 @@ def _plan(
             ),
             (
                 headdim, dstate, max(block_dstate, 64), compensated, headdim % 64 == 0 and x_stride[2] == headdim,
-                config.output.num_stages, _HOPPER_REGISTERS,
+                config.output.num_stages, _HOPPER_REGISTERS, early,
             ),
             config.output._replace(num_stages=1),
+            early=early,
         )  # fmt: skip
         launches.append((output, f"{inputs} {made} flags".replace("seq_idx ", "").replace("exits ", "")))
         again = backend.Launch(
@@ -378,8 +387,9 @@ def _plan(
             (*sizes, first_pair, first_unit, max(nunits, 1), 2 * hopper_programs, *steps),
             (
                 headdim, dstate, compensated, nvectors, config.block_chunk, config.block_headdim, block_dstate, unit,
-                z_unit, wide, _DOT[dot],
+                z_unit, wide, _DOT[dot], early,
             ),
+            early=early,
         )  # fmt: skip
         launches.append((again, f"{inputs} {made} flags"))
     else:
@@ -390,8 +400,10 @@ def _plan(
             (
                 headdim, dstate, split_sum, compensated, nvectors, config.block_chunk, config.block_headdim,
                 block_dstate, unit, z_unit, wide, use_tma, _DOT[dot], precision, config.output.num_stages,
+                early,
             ),
             config.output,
+            early=early,
         )  # fmt: skip
         launches.append((output, f"{inputs} {made}"))
     return backend.Launches(
