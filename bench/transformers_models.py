@@ -36,6 +36,7 @@ from torch import Tensor
 from tilegym_mamba2 import registry
 from tilegym_mamba2.bench.measure import one_line
 from tilegym_mamba2.bench.peers import find_implementation, version_of
+from tilegym_mamba2.bench.report import whole_models
 from tilegym_mamba2.bench.timing import synchronize
 from tilegym_mamba2.cli.info import devices, versions
 from tilegym_mamba2.integrations import transformers as integration
@@ -53,10 +54,7 @@ DECODES = (1, 64)
 PROMPT, CHECKED_TOKENS = 32, 1024
 IMPLEMENTATIONS = ("cutile", "triton", "mamba_ssm", "transformers")  # and torch-reference, if asked
 WORSE = 1.25  # how much further from the float32 logits than the torch path's an implementation's may be
-CALL_SECONDS, SLOW_SECONDS = (
-    0.15,
-    1.5,
-)  # how long each pass times calls; a call that takes longer than a slow one is one
+CALL_SECONDS, SLOW_SECONDS = 0.15, 1.5  # for which each pass times calls; of a call that takes longer it times one
 GRAPH_BYTES = 20 * 2**30  # of an eager call; one that holds more is not captured
 
 
@@ -313,18 +311,9 @@ def measure(file: Path, names: list[str], compared: list[str], seconds: float) -
 
 
 def show(found: dict[str, Any]) -> None:
-    """Milliseconds of CUDA graphs, and of eager calls in brackets: a row for each case."""
+    """A row for each case, then errors, then why the rest was not measured."""
+    print(whole_models(found["records"]).markdown() + "\n")
     records = [Record(**record) for record in found["records"]]
-    compared = list(dict.fromkeys(record.implementation for record in records))
-    print(f"| model | case | {' | '.join(compared)} |")
-    print("|---|---|" + "---:|" * len(compared))
-    rows: dict[tuple[str, str], dict[str, Record]] = {}
-    for record in records:
-        case = f"{record.what} {record.batch} x {record.seqlen:,}"
-        rows.setdefault((record.model, case), {})[record.implementation] = record
-    for (model, case), row in rows.items():
-        print(f"| {model} | {case} | {' | '.join(cell(row[name]) for name in compared if name in row)} |")
-    print()
     for record in {(record.model, record.implementation): record for record in records}.values():
         if record.error is not None:
             print(f"{record.model} on {record.implementation}: error of the logits {record.error:.2e}")
@@ -334,13 +323,6 @@ def show(found: dict[str, Any]) -> None:
                 f"{record.model}, {record.what} {record.batch} x {record.seqlen:,}, {record.implementation}: "
                 f"{record.failed}"
             )
-
-
-def cell(record: Record) -> str:
-    if record.failed is not None or record.eager is None:
-        return "-"
-    eager = f"{record.eager * 1e3:.2f}"
-    return f"({eager}) ms" if record.graph is None else f"{record.graph * 1e3:.2f} ms ({eager})"
 
 
 def main() -> None:

@@ -247,22 +247,40 @@ def test_limits_are_measured():
     assert 1e8 < limits.flops_per_second < 1e14
 
 
-def test_host_time_is_of_the_call_alone(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+class HostClock:
+    """Stands for the clock and the device, which has a queue of work, so that waiting for it takes time."""
 
-    def advance(seconds: float) -> None:
-        now[0] += seconds
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.queued, self.most_queued = 0.0, 0, 0
+        self.times: list[float] = []  # of the next calls; then 2e-4
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        for module in (timing, measure):
+            monkeypatch.setattr(module, "synchronize", self.synchronize)
 
-    monkeypatch.setattr(timing, "synchronize", lambda device: advance(0.1))
-    calls: list[float] = []
+    def synchronize(self, device: object) -> None:
+        self.now += 1e-3 * self.queued
+        self.queued = 0
 
-    def call() -> None:
-        calls.append(now[0])
-        advance(2e-4)
+    def call(self) -> None:
+        self.now += self.times.pop(0) if self.times else 2e-4
+        self.queued += 1
+        self.most_queued = max(self.most_queued, self.queued)
 
-    assert timing.host_time(call, CPU) == pytest.approx(2e-4)
-    assert len(calls) == 5  # what fits in the time for it
+
+def test_host_times_are_of_calls_that_wait_for_nothing(monkeypatch):
+    clock = HostClock(monkeypatch)
+    clock.times = [5.0, 1.0]  # first calls allocate
+    assert timing.host_times(clock.call, CPU) == pytest.approx([2e-4] * 40)
+    assert clock.most_queued == 4
+    clock.times = [2e-4] * 3 + [0.06] * 43
+    assert timing.host_times(clock.call, CPU) == pytest.approx([0.06] * 4)  # what fits in the time for it
+
+
+def test_the_quick_calls_count():
+    times = [2e-4] * 15 + [4e-4] * 85
+    assert timing.quick(times) == pytest.approx(2e-4)
+    assert timing.quick([2e-4] * 5 + [4e-4] * 95) == pytest.approx(4e-4)
+    assert timing.quick([1.0] * 4) == 1.0
 
 
 # Measuring
@@ -431,6 +449,26 @@ def test_noise_is_the_larger_of_passes_apart_and_spread():
     assert measure.noise([1.0, 1.0], [0.8] * 5 + [1.0] + [1.2] * 5) == pytest.approx(0.2)
 
 
+def test_host_times_are_of_all_visits(monkeypatch):
+    bench = measure.Bench(CPU, LIMITS)
+    one = Made("one")
+    (first,) = bench.measure(workloads.find_workload("latency-256"), [one])
+    workload = first.workload
+    assert (first.host_time, first.host_calls) == (None, 0)
+    bench.host_again(workload, [one])
+    assert bench.latest(first) == first  # on a CPU there are none
+    bench._host_times[replace(workload, name=""), "one"] = [4e-4] * 40
+    clock = HostClock(monkeypatch)
+    monkeypatch.setattr(Made, "bind", lambda *_: clock.call)
+    alias = replace(first, workload=replace(workload, name="alias"))
+    bench.host_again(workload, [one, Made("two")])
+    found = bench.latest(alias)
+    assert found == replace(alias, host_time=pytest.approx(2e-4), host_time_median=pytest.approx(3e-4), host_calls=80)
+    bench.host_again(workload, [one])
+    assert bench.latest(first).host_time_median == pytest.approx(2e-4)
+    assert bench.latest(record()) == record()  # of an earlier run
+
+
 # Implementations
 
 
@@ -539,6 +577,37 @@ def test_first_calls_have_a_cold_and_a_warm_time():
     assert found.warm
 
 
+def test_first_calls_of_backends_come_before_those_of_peers_and_are_given_up(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(fresh.time, "monotonic", lambda: now[0])
+    ran: list[tuple[str, float]] = []
+    empty: list[set[str]] = []
+    outcomes = {"ours": [4.0, 0.5], "late": [55.0], "half": [3.0, 55.0], "broken": [None]}
+
+    def run(self: fresh.Task, environment: Any, seconds_at_most: float) -> list[float | None]:
+        empty.append(set(environment))
+        assert all(not os.path.exists(path) for path in environment.values())
+        seconds = outcomes[self.implementation].pop(0)
+        ran.append((self.implementation, seconds_at_most))
+        now[0] += min(seconds or 1.0, seconds_at_most)
+        return [None if seconds is None or seconds >= seconds_at_most else seconds]
+
+    monkeypatch.setattr(fresh.Task, "run", run)
+    monkeypatch.setattr(fresh, "_in_parallel", map)
+    compared = [Made("late", peer=True), Made("half", peer=True), Made("broken", peer=True), Made("ours")]
+    found = fresh.first_calls(HEADLINE, compared, CPU, seconds=40)
+    assert [name for name, _ in ran] == ["ours", "ours", "late", "half", "half", "broken"]
+    assert {seconds for _, seconds in ran} == {55.0}
+    assert all({"TRITON_CACHE_DIR", "CUDA_TILE_CACHE_DIR", "TILEGYM_MAMBA2_CACHE"} <= names for names in empty)
+    late, half, broken, ours = [(call.cold, call.warm, call.given_up_after) for call in found]
+    assert (late, half) == ((None, None, 40), (3.0, None, 40))
+    assert (broken, ours) == ((None, None, None), (4.0, 0.5, None))
+    rows = report.first_calls(run_of(first_calls=found)).rows
+    assert [row[2:] for row in rows] == [
+        ["> 40.0 s", "-"], ["3.00 s", "> 40.0 s"], ["-", "-"], ["4.00 s", "500 ms"]
+    ]  # fmt: skip
+
+
 def test_a_task_that_fails_or_hangs_has_no_time():
     assert fresh.Task("torch-reference", 64, ("latency-256", "nowhere")).run({}) == [None, None]
     assert fresh.Task("nothing", 64, ("latency-256", "headline")).run({}) == [None, None]
@@ -581,7 +650,8 @@ def test_compile_tasks_share_what_compiles_alike():
     compared = [Made("ours"), Made("peer", peer=True), searching]
     chosen = [workloads.find_workload(name) for name in ("a", "130m", "c", "nano9b", "headline", "a-float16")]
     tasks = fresh.compile_tasks(chosen, compared, CPU)
-    assert [task.implementation for task in tasks] == sorted((task.implementation for task in tasks), key="ours".__eq__)
+    assert [task.expected for task in tasks] == sorted((task.expected for task in tasks), reverse=True)
+    assert tasks[-1].implementation == "ours"
     found = {(task.implementation, task.chunk_size, task.workloads) for task in tasks}
     expected = {
         "ours": [("a", "130m", "c"), ("nano9b",), ("a-float16",)],
@@ -655,6 +725,24 @@ def test_numbers_have_three_digits():
     values = (0.0123456, 0.00012345, 1.23456e-6, 0.987, 1234.5, 12.0)
     assert [report.seconds(value) for value in values[:3]] == ["12.3 ms", "123 us", "1.23 us"]
     assert [report.three_digits(value) for value in values] == ["0.0123", "1.2e-04", "1.2e-06", "0.987", "1234", "12.0"]
+
+
+def test_targets_are_for_the_best_backend_alone():
+    found = run_of(
+        record(time=1.1e-4),
+        record(implementation="triton", time=1.32e-4),
+        record(implementation="mamba_ssm", time=1e-5),
+        record("b", "triton", time=3.52e-4),
+        record("b", failed="no"),
+        record("a-float16", time=1e-5),
+    )
+    table = report.targets(found)
+    assert table.columns == ("workload", "target", "cutile", "triton", "best / target")
+    assert table.rows == [
+        ["a", "110 us", "110 us", "132 us", "1.00, met"],
+        ["b", "320 us", "-", "352 us", "1.10"],
+    ]
+    assert set(workloads.TARGETS) == {one.name for one in workloads.TABLE}
 
 
 def test_host_times_and_memory_are_a_table():
@@ -751,7 +839,7 @@ def test_every_figure_in_the_documents_is_in_a_result_file(name):
 
 
 def test_stored_pictures_are_of_the_stored_results(tmp_path):
-    stored = list((ROOT / "bench/results").rglob("*.json"))
+    stored = [path for path in (ROOT / "bench/results").rglob("*.json") if path.name != "transformers.json"]
     assert stored
     for path in stored:
         found = results.load(path)
@@ -888,6 +976,30 @@ def test_bench_keeps_what_it_has_when_interrupted(command, monkeypatch, tmp_path
     assert report.seconds(results.load(file).records[0].time) in output
 
 
+def test_bench_times_first_calls_before_the_workloads_and_once(command, monkeypatch, tmp_path):
+    order: list[str] = []
+    plain = measure.Bench.measure
+
+    def first_calls(workload: workloads.Workload, missing: Any, *_: Any) -> list[fresh.FirstCall]:
+        order.append("first calls")
+        return [fresh.FirstCall(workload.name, one.name, 2.0, 0.5) for one in missing]
+
+    def measured(self: measure.Bench, workload: workloads.Workload, *rest: Any) -> list[measure.Record]:
+        order.append(workload.name)
+        return plain(self, workload, *rest)
+
+    monkeypatch.setattr(fresh, "first_calls", first_calls)
+    monkeypatch.setattr(measure.Bench, "measure", measured)
+    file = tmp_path / "r.json"
+    arguments = ["--sweep", "latency", "--backends", "torch-reference", "--first-call", "--json", file, "--resume"]
+    for _ in range(2):
+        status, output, _ = command("bench", *arguments)
+        assert status == 0
+        assert re.search(r"torch-reference +latency +2.00 s +500 ms", output)
+    assert order == ["first calls", "latency", "latency-256"]
+    assert len(results.load(file).first_calls) == 1
+
+
 def test_bench_begins_nothing_after_its_time(command, tmp_path):
     arguments = ["--sweep", "latency", "--backends", "torch-reference", "--seconds", "0"]
     status, _, errors = command("bench", *arguments, "--json", tmp_path / "r.json")
@@ -952,6 +1064,35 @@ def test_h200_sh_measures_a_part(tmp_path):
             calls.read_text().count("bench --sweep dstate --backends cutile,triton,mamba_ssm,tilegym --resume") == times
         )
     assert subprocess.run([ROOT / "bench/h200.sh", tmp_path, "nothing"], stderr=subprocess.PIPE).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "seconds", "called"),
+    [
+        ("transformers", 1000, "bench/transformers_models.py {out}/transformers.json --seconds 180"),
+        ("transformers", 100, "bench/transformers_models.py {out}/transformers.json --seconds 100"),
+        ("pytest", 1000, "-m pytest bench -q -rs"),
+    ],
+)
+def test_h200_sh_runs_other_scripts(tmp_path, part, seconds, called):
+    shim = tmp_path / "python"
+    shim.write_text('#!/bin/sh\necho "$@"\nexit 5\n')
+    shim.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(shim), "SECONDS_AT_MOST": str(seconds)}
+    command = [ROOT / "bench/h200.sh", tmp_path / "out", part]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 5
+    assert done.stdout.startswith(called.format(out=tmp_path / "out"))
+    if part == "pytest":
+        assert (tmp_path / "out/pytest.txt").read_text() == done.stdout
+
+
+def test_h200_sh_measures_first_calls_and_what_counts_first():
+    (everything,) = re.findall(r"^    all\) what=(.*) ;;$", (ROOT / "bench/h200.sh").read_text(), re.MULTILINE)
+    (table,) = re.findall(r"^table=(.*)$", (ROOT / "bench/h200.sh").read_text(), re.MULTILINE)
+    named = re.findall(r"--([\w-]+)(?: (\w+))?", everything.replace("$table", table))
+    assert named[:2] == [("first-call", ""), ("sweep", "table")]
+    assert named.index(("sweep", "dtypes")) < named.index(("sweep", "models"))
 
 
 def test_sweeps_of_h200_sh_exist():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tilegym_mamba2 import registry
+from tilegym_mamba2.bench import report
 from tilegym_mamba2.ops.mamba_chunk_scan import mamba_chunk_scan
 from tilegym_mamba2.ops.selective_state_update import selective_state_update
 
@@ -60,5 +61,34 @@ def test_wrong_logits_are_not_timed(bench: Any, tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     bench.show(found)
     shown = capsys.readouterr().out
-    assert "| model | case | torch-reference | wrong | mamba_ssm |" in shown
-    assert f"({records['prefill', 'torch-reference']['eager'] * 1e3:.2f}) ms | - | - |" in shown
+    assert "| model | rows x tokens | torch-reference | wrong | mamba_ssm | over mamba_ssm |" in shown
+    row = f"| tiny | prefill, 1 x 40 | ({records['prefill', 'torch-reference']['eager'] * 1e3:.2f}) ms | - | - | - |"
+    assert row in shown
+    assert "tiny, decode 2 x 1, wrong: WrongLogitsError" in shown
+
+
+def test_documents_have_times_and_gains(tmp_path: Path) -> None:
+    def record(name: str, eager: float | None, graph: float | None, failed: str | None = None) -> dict[str, Any]:
+        return {
+            "model": "m", "implementation": name, "what": "prefill", "batch": 1, "seqlen": 8192, "eager": eager,
+            "graph": graph, "failed": failed,
+        }  # fmt: skip
+
+    records = [
+        record("cutile", 8e-3, 4e-3),
+        record("triton", 5e-3, None),
+        record("mamba_ssm", 10e-3, 6e-3),
+        record("transformers", 0.12, None),
+    ]
+    (tmp_path / "t.json").write_text(json.dumps({"records": records}))
+    text = report.updated("<!-- figures: whole-models t.json -->old<!-- /figures -->", tmp_path)
+    assert (
+        "| m | prefill, 1 x 8,192 | 4.00 (8.00) ms | (5.00) ms | 6.00 (10.00) ms | (120.00) ms | 1.50x | 30.0x |"
+        in text
+    )
+    assert "old" not in text
+    failed = report.whole_models([record("cutile", None, None, "no"), *records[2:]])
+    assert failed.rows[0][2:] == ["-", "6.00 (10.00) ms", "(120.00) ms", "-", "-"]
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"t.json holds no times of whole models"):
+        report.updated(text, tmp_path)

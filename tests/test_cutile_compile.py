@@ -85,8 +85,10 @@ CALLS = (
     Call("tiny", batch=2, seqlen=9, nheads=2, headdim=16, dstate=16, chunk_size=1),
     Call("offsets_past_2**31", batch=4, seqlen=40960, nheads=8, layout="far_apart"),
 )
-# Architectures other than Hopper compile the calls in which a kernel's types and branches differ most.
+# Other architectures compile the calls in which a kernel's types and branches differ most.
 ELSEWHERE = {"mamba2-2.7b", "nemotron-h-8b", "sequences", "float16", "float32", "odd"}
+# sm_103 gets the kernels of sm_100 with the same hints: each of them once, of one call.
+CALLS_OF = {"sm_90": {call.name for call in CALLS}, "sm_103": {"mamba2-2.7b"}}
 TUNED = {"mamba2-2.7b", "nemotron-h-8b"}  # the calls whose every candidate is compiled, on Hopper
 QUICK = {"sm_90": ("mamba2-2.7b", "nemotron-h-8b"), "sm_80": ("mamba2-2.7b",), "sm_100": ("mamba2-2.7b",)}
 # Not held to have no spills: an array that TMA can't load takes address registers, and no tuned call has one.
@@ -261,7 +263,7 @@ def _cases() -> Iterator[Case]:
             if not registry.has_implementation(op, "cutile"):
                 continue
             for call in CALLS:
-                if architecture != "sm_90" and call.name not in ELSEWHERE:
+                if call.name not in CALLS_OF.get(architecture, ELSEWHERE):
                     continue
                 count, candidate = 1, 0
                 while candidate < count:

@@ -122,7 +122,7 @@ def test_commands_run(line: str, tmp_path: Path):
 
 
 def test_every_command_of_the_readme_was_found():
-    assert len(COMMANDS) == 4
+    assert len(COMMANDS) == 5
 
 
 @pytest.fixture

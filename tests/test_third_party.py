@@ -8,8 +8,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 PLUGIN = """
     from tilegym_mamba2.registry import Backend, register, register_backend
     from tilegym_mamba2.ops.chunk_cumsum import reference as cumsum
@@ -124,32 +122,35 @@ def test_a_backend_chosen_by_the_environment(tmp_path: Path) -> None:
     assert "'acne', did you mean 'acme'?" in python(tmp_path, code, TILEGYM_MAMBA2_BACKEND="acne")
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
-        ("import a_package_that_is_missing", "ModuleNotFoundError: No module named 'a_package_that_is_missing'"),
-        ("def broken(:", "SyntaxError"),
-        ("raise SystemExit('no GPU')", "SystemExit: no GPU"),
-        (None, "ModuleNotFoundError: No module named 'bad_backend'"),
-        (
-            """
-            from tilegym_mamba2.registry import Backend, register_backend
-            register_backend(Backend(name="triton", why_unavailable=lambda device: None))
-            """,
-            "backend 'triton' is registered twice",
-        ),
-        (
-            """
-            from tilegym_mamba2.registry import register
-            register("chunk_cumsum", "torch-reference")(lambda *arguments: None)  # which is not imported yet
-            """,
-            "chunk_cumsum on 'torch-reference' is registered twice: in ",
-        ),
-    ],
-)
-def test_a_plugin_that_fails_is_reported_and_harms_nobody(tmp_path: Path, source: str | None, reason: str) -> None:
-    install(tmp_path, "bad_backend", source)
+FAILING = {
+    "licence_backend": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+    "package_backend": (
+        "import a_package_that_is_missing",
+        "ModuleNotFoundError: No module named 'a_package_that_is_missing'",
+    ),
+    "syntax_backend": ("def broken(:", "SyntaxError"),
+    "exit_backend": ("raise SystemExit('no GPU')", "SystemExit: no GPU"),
+    "absent_backend": (None, "ModuleNotFoundError: No module named 'absent_backend'"),
+    "twin_backend": (
+        """
+        from tilegym_mamba2.registry import Backend, register_backend
+        register_backend(Backend(name="triton", why_unavailable=lambda device: None))
+        """,
+        "backend 'triton' is registered twice",
+    ),
+    "twin_op_backend": (
+        """
+        from tilegym_mamba2.registry import register
+        register("chunk_cumsum", "torch-reference")(lambda *arguments: None)  # which is not imported yet
+        """,
+        "chunk_cumsum on 'torch-reference' is registered twice: in ",
+    ),
+}
+
+
+def test_plugins_that_fail_are_reported_and_harm_nobody(tmp_path: Path) -> None:
+    for name, (source, _) in FAILING.items():
+        install(tmp_path, name, source)
     install(tmp_path, "acme_backend", PLUGIN)
     found = python(
         tmp_path,
@@ -166,9 +167,10 @@ def test_a_plugin_that_fails_is_reported_and_harms_nobody(tmp_path: Path, source
         """,
     )
     assert {"acme", "torch-reference"} <= set(found["available"])
-    assert list(found["failures"]) == ["bad_backend"]
-    assert reason in found["failures"]["bad_backend"]
-    assert reason in found["message"], "the failure is told where the backend is missed"
+    assert set(found["failures"]) == set(FAILING)
+    for name, (_, reason) in FAILING.items():
+        assert reason in found["failures"][name]
+        assert reason in found["message"], "the failure is told where the backend is missed"
 
 
 def test_discovery_waits_until_it_is_needed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tilegym_mamba2 import tuning
+from tilegym_mamba2.backends._compile import at_once
 from tilegym_mamba2.registry import Backend, register_backend
 
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
@@ -171,13 +172,20 @@ class Launch(_Runnable):
             index: of the device, which is the current one.
             follows: whether it is always enqueued after another launch whose memory it shares.
         """
-        dtypes = tuple([tensor.dtype if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors])
-        key = (self._key, dtypes, alignment, index)
+        key = self._compiled_key(tensors, alignment, index)
         kernel = _compiled.get(key)
         if kernel is None:
             kernel = self._kernel.warmup(*tensors, *self._arguments, grid=(self.programs,), **self._options)
             _compiled[key] = kernel
         return _enqueue(kernel, self.programs, self._arguments, follows and self._early)
+
+    def is_compiled(self, tensors: tuple[Any, ...], alignment: Any, index: int) -> bool:
+        """Whether `prepared` with these arguments has no kernel to compile."""
+        return self._compiled_key(tensors, alignment, index) in _compiled
+
+    def _compiled_key(self, tensors: tuple[Any, ...], alignment: Any, index: int) -> tuple[Any, ...]:
+        dtypes = tuple([tensor.dtype if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors])
+        return self._key, dtypes, alignment, index
 
     def _run(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device, stream: int) -> None:
         pointers, unaligned = _pointers(tensors)
@@ -256,6 +264,7 @@ class Launches(_Runnable):
         values = (*tensors, *made, *self._dtypes)
         end = self._offsets[-1]
         steps: list[tuple[Any, Any, int]] = []
+        self._compile(values, alignment, device)
         for position, (launch, indices) in enumerate(self._launches):
             pick = operator.itemgetter(*indices)
             # Not the first: another call's launches may still use the memory.
@@ -267,6 +276,21 @@ class Launches(_Runnable):
         fast = getattr(_torch._dynamo.guards, "_empty_strided_cuda", None)
         empty = functools.partial(_empty, device) if fast is None or device.type != "cuda" else fast
         return empty, layouts, ((end,), (1,), torch.int8), self._offsets[:-1], steps
+
+    def _compile(self, values: tuple[Any, ...], alignment: Any, device: torch.device) -> None:
+        """Compiles and loads at once what is not yet compiled: one kernel takes seconds."""
+        calls = [(launch, operator.itemgetter(*indices)(values)) for launch, indices in self._launches]
+        waiting = [
+            functools.partial(launch.prepared, tensors, alignment, device.index)
+            for launch, tensors in calls
+            if not launch.is_compiled(tensors, alignment, device.index)
+        ]
+        if len(waiting) > 1 and device.type != "cpu":
+            from triton.runtime import driver
+
+            active: Any = driver.active  # found here, once, and not by every thread
+            active.get_current_device()
+        at_once(waiting, device)
 
     def _watch(self, tensors: tuple[torch.Tensor | None, ...], device: torch.device) -> list[torch.Tensor]:
         results = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in self._results]

@@ -26,10 +26,13 @@ from tilegym_mamba2.bench.peers import Implementation, find_implementation
 from tilegym_mamba2.bench.timing import synchronize
 from tilegym_mamba2.bench.workloads import Workload, find_workload, make_inputs, precision_of
 
-# Where this package, cuTile, Triton and torch.compile keep what they compiled.
-_CACHES = ("XDG_CACHE_HOME", "CUDA_TILE_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+# Where this package, cuTile, Triton, torch.compile and the driver keep what they found and compiled.
+_CACHES = (
+    "TILEGYM_MAMBA2_CACHE", "XDG_CACHE_HOME", "CUDA_TILE_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+)  # fmt: skip
 _SECONDS_AT_MOST = 240.0
-_WORKLOADS_AT_MOST = 6  # of one task of a backend of this package
+_START_SECONDS = 15.0  # in which a process is sure to have made its inputs
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -37,21 +40,27 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Seconds of the first call in a process: with nothing compiled, and in a later process; None if it failed."""
+    """Seconds of the first call in a process: with nothing compiled, and in a later process; None if it failed.
+
+    Attributes:
+        given_up_after: seconds for which the call that is None was waited for, if it did not end by then.
+    """
 
     workload: str
     implementation: str
     cold: float | None
     warm: float | None
+    given_up_after: float | None = None
 
 
 @dataclass(frozen=True)
 class Task:
-    """Calls of one implementation in one process."""
+    """Calls of one implementation in one process, which are expected to take about so many seconds."""
 
     implementation: str
     chunk_size: int
     workloads: tuple[str, ...]
+    expected: float = 0.0
 
     def run(self, environment: Mapping[str, str], seconds_at_most: float = _SECONDS_AT_MOST) -> list[float | None]:
         """Seconds of each call, None for what failed or came too late."""
@@ -91,23 +100,30 @@ def first_calls(
     workload: Workload,
     implementations: Sequence[Implementation],
     device: torch.device,
-    seconds: float = _SECONDS_AT_MOST,
+    seconds: float = 60.0,
 ) -> list[FirstCall]:
-    """Measures all at once, each with a processor of its own to compile on, at its first chunk size.
+    """Measures first calls at the first chunk size: of this package's backends at once, then of peers at once.
 
-    What is not done after so many seconds is None.
+    Each has a processor of its own to compile on. A call that takes longer than so many seconds is given up.
     """
-    deadline = time.monotonic() + seconds
 
     def measure(implementation: Implementation) -> FirstCall:
         task = Task(implementation.name, implementation.chunk_sizes[0], (workload.name,))
+        found: list[float | None] = []
+        begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             empty = {name: os.path.join(folder, name) for name in _CACHES}
-            (cold,) = task.run(empty, deadline - time.monotonic())
-            (warm,) = task.run(empty, deadline - time.monotonic()) if cold is not None else (None,)
-        return FirstCall(workload.name, implementation.name, cold, warm)
+            while len(found) < 2 and None not in found:
+                begun = time.monotonic()
+                found += task.run(empty, seconds + _START_SECONDS)
+        late = None in found and time.monotonic() - begun >= seconds + _START_SECONDS
+        cold, warm = [*found, None][:2]
+        return FirstCall(workload.name, implementation.name, cold, warm, seconds if late else None)
 
-    return list(_in_parallel(measure, [one for one in implementations if one.why_not(workload, device) is None]))
+    able = [one for one in implementations if one.why_not(workload, device) is None]
+    turns = [one for one in able if not one.peer], [one for one in able if one.peer]
+    done = {call.implementation: call for turn in turns for call in _in_parallel(measure, turn)}
+    return [done[one.name] for one in able]
 
 
 def compile_ahead(
@@ -140,10 +156,7 @@ def compile_ahead(
 def compile_tasks(
     workloads: Sequence[Workload], implementations: Sequence[Implementation], device: torch.device
 ) -> list[Task]:
-    """One task for calls that a compiler, or a search for configurations, shares work between; the longest first.
-
-    They are those of peers, which compile many configurations.
-    """
+    """Tasks of few calls, those together that a compiler shares work between; the longest, as expected, first."""
     groups: dict[Any, dict[Any, str]] = {}
     for one, workload in itertools.product(implementations, workloads):
         if one.why_not(workload, device) is None:
@@ -152,12 +165,24 @@ def compile_tasks(
                 group = groups.setdefault((one, chunk_size, kind, workload.model is not None), {})
                 group.setdefault(_compiled_alike(workload, one, chunk_size), workload.name)
     tasks: list[Task] = []
-    for (one, chunk_size, *_), group in groups.items():
+    for (one, chunk_size, kind, _), group in groups.items():
         names = tuple(group.values())
-        size = len(names) if one.peer else _WORKLOADS_AT_MOST
-        tasks += [Task(one.name, chunk_size, names[first : first + size]) for first in range(0, len(names), size)]
-    peers = {one.name for one in implementations if one.peer}
-    return sorted(tasks, key=lambda task: (task.implementation not in peers, -len(task.workloads)))
+        size, fixed, each = _size_and_seconds(one, plain=kind[2] == "bfloat16")
+        parts = [names[first : first + size] for first in range(0, len(names), size)]
+        tasks += [Task(one.name, chunk_size, part, fixed + each * len(part)) for part in parts]
+    return sorted(tasks, key=lambda task: -task.expected)
+
+
+def _size_and_seconds(one: Implementation, plain: bool) -> tuple[int, float, float]:
+    """How many workloads a task has at most, and about how long it takes, besides how long each of them does.
+
+    `plain` is bfloat16, which all compile quickest.
+    """
+    if one.searches_every_shape:
+        return (3, 5.0, 8.0) if plain else (1, 5.0, 40.0)
+    if one.peer:
+        return 1000, 30.0, 1.0
+    return (6, 5.0, 2.0) if plain else (2, 5.0, 12.0)
 
 
 def _in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Generator[_Result]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tilegym_mamba2.bench.peers import Implementation
-from tilegym_mamba2.bench.timing import Call, Limits, Stopwatch, host_time, peak_memory, synchronize
-from tilegym_mamba2.bench.workloads import Inputs, Workload, cost_of, precision_of, rotated_inputs
+from tilegym_mamba2.bench.timing import Call, Limits, Stopwatch, host_times, peak_memory, quick, synchronize
+from tilegym_mamba2.bench.workloads import Inputs, Workload, cost_of, make_inputs, precision_of, rotated_inputs
 from tilegym_mamba2.scan import mamba_chunk_scan_combined
 from tilegym_mamba2.testing import budget, relative_error
 
@@ -35,6 +35,10 @@ class Record:
         time: median of all replays, per call.
         passes: medians of the pass in order and the pass in reverse order.
         noise: how far the passes lie apart or the quartiles from the median, relative, whichever is more.
+        host_time: of an eager call, from Python's call to its last launch: what a tenth of `host_calls` calls stay
+            below. They are made in visits spread over the run, none waits for the device, and the first of each visit
+            do not count.
+        host_time_median: of the same calls.
         limit: the least time that the measured limits allow for the workload.
         heads_checked: on how many heads the errors were found.
     """
@@ -53,6 +57,8 @@ class Record:
     calls_per_replay: int = 0
     method: str = ""
     host_time: float | None = None
+    host_time_median: float | None = None
+    host_calls: int = 0
     peak_memory: int | None = None
     error_out: float = 0.0
     error_final_states: float = 0.0
@@ -105,6 +111,7 @@ class Runner:
     chunk_failures: dict[str, str] = field(default_factory=dict[str, str])
     broken: bool = False
     passes: list[list[float]] = field(default_factory=list[list[float]])
+    host_times: list[float] = field(default_factory=list[float])
 
 
 class Bench:
@@ -124,6 +131,7 @@ class Bench:
         self.spent = {} if spent is None else spent
         self._good_chunk_sizes: dict[tuple[Any, ...], list[set[int]]] = {}
         self._measured: dict[tuple[Workload, str], Record] = {}
+        self._host_times: dict[tuple[Workload, str], list[float]] = {}
 
     def measure(
         self,
@@ -144,6 +152,25 @@ class Bench:
                 for record in self._measure(workload, missing, progress):
                     self._measured[same, record.implementation] = record
         return [replace(self._measured[same, one.name], workload=workload) for one in implementations]
+
+    def host_again(self, workload: Workload, implementations: Sequence[Implementation]) -> None:
+        """Adds calls to the host times that this object measured on a workload: `latest` has them."""
+        same = replace(workload, name="")
+        timed = [one for one in implementations if (same, one.name) in self._host_times]
+        if not timed:
+            return
+        inputs = make_inputs(workload, self.device, seed=0)
+        with precision_of(workload):
+            for one in timed:
+                record = self._measured[same, one.name]
+                times = self._host_times[same, one.name]
+                times += host_times(one.bind(inputs, record.chunk_size), self.device)
+                self._measured[same, one.name] = replace(record, **_host(times))
+
+    def latest(self, record: Record) -> Record:
+        """A record that this object made, with all that is known of its host time."""
+        known = self._measured.get((replace(record.workload, name=""), record.implementation))
+        return record if known is None else replace(known, workload=record.workload)
 
     def _measure(
         self, workload: Workload, implementations: Sequence[Implementation], progress: Callable[[str], None]
@@ -168,6 +195,10 @@ class Bench:
                 for runner in order:
                     runner.passes.append(runner.stopwatch.replays_for(_PASS_SECONDS))
         with self._counted(workload, "host time and memory"):
+            if self.device.type == "cuda":
+                for runner in (*runners, *runners[::-1]):
+                    runner.host_times += host_times(runner.call, self.device)
+                    self._host_times[replace(workload, name=""), runner.implementation.name] = runner.host_times
             done = {runner.implementation.name: self.record(workload, rotated[0], truth, runner) for runner in runners}
         for name, error in failures.items():
             done[name] = Record(workload, name, failed=str(error), broken=error.broken)
@@ -249,7 +280,7 @@ class Bench:
             replays=len(replays),
             calls_per_replay=runner.stopwatch.calls,
             method=runner.stopwatch.method,
-            host_time=host_time(runner.call, self.device) if on_gpu else None,
+            **(_host(runner.host_times or host_times(runner.call, self.device)) if on_gpu else {}),
             peak_memory=peak_memory(runner.call, self.device) if on_gpu else None,
             error_out=runner.errors[0],
             error_final_states=runner.errors[1],
@@ -258,6 +289,11 @@ class Bench:
             min_bytes=cost.min_bytes,
             limit=self.limits.seconds(cost.flops, cost.min_bytes),
         )
+
+
+def _host(times: Sequence[float]) -> dict[str, Any]:
+    """A record's fields of host time."""
+    return {"host_time": quick(times), "host_time_median": statistics.median(times), "host_calls": len(times)}
 
 
 def is_usable(device: torch.device) -> bool:

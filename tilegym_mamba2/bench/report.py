@@ -2,19 +2,22 @@
 
 In a Markdown document, what stands between `<!-- figures: KIND FILE ARGUMENTS -->` and `<!-- /figures -->` is made from
 a result file, whose name is relative to the document, or from several, joined by "+". For the kinds of a whole table
-the arguments are names of workloads, sweeps and implementations to show, by default all. Kinds: see `KINDS`.
+the arguments are names of workloads, sweeps and implementations to show, by default all. Kinds: see `KINDS`, and
+"whole-models", of a file of bench/transformers_models.py.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from tilegym_mamba2.bench.measure import Record
 from tilegym_mamba2.bench.peers import PEERS
 from tilegym_mamba2.bench.results import Results, load, merged
-from tilegym_mamba2.bench.workloads import SWEEPS, WORKLOADS, Workload
+from tilegym_mamba2.bench.workloads import SWEEPS, TARGETS, WORKLOADS, Workload
 
 NONE = "-"
 
@@ -118,6 +121,18 @@ def speeds(results: Results) -> Table:
     )
 
 
+def targets(results: Results) -> Table:
+    """One row per workload that has a target: its target, times, and the best of ours in multiples of the target."""
+    ours = _ours(results)
+    rows: list[list[str]] = []
+    for name, target in TARGETS.items():
+        best = _best(results, name)
+        if best is not None:
+            over = f"{best.time / target:.2f}{', met' if best.time <= target else ''}"
+            rows.append([name, seconds(target), *(_time(results.find(name, one)) for one in ours), over])
+    return Table(("workload", "target", *ours, "best / target"), rows, 1)
+
+
 def _in_words(workload: Workload) -> str:
     words = [f"{workload.batch} x {workload.seqlen:,} tokens", f"{workload.nheads} heads of {workload.headdim}"]
     if workload.ngroups > 1:
@@ -185,6 +200,8 @@ def first_calls(results: Results) -> Table:
     rows: list[list[str]] = []
     for call in results.first_calls:
         found = [NONE if value is None else seconds(value) for value in (call.cold, call.warm)]
+        if call.given_up_after is not None:
+            found[found.index(NONE)] = f"> {seconds(call.given_up_after)}"
         rows.append([call.implementation, call.workload, *found])
     return Table(("implementation", "workload", "nothing compiled", "compiled before"), rows, 2)
 
@@ -219,6 +236,41 @@ def _time(record: Record | None) -> str:
 
 def _time_and_error(record: Record | None) -> str:
     return NONE if record is None else f"{seconds(record.time)} ({record.error_out:.1e})"
+
+
+def whole_models(records: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per model and case of bench/transformers_models.py: times, and what the best of ours gains over others.
+
+    Times are of CUDA graphs, with those of eager calls in brackets; gains are of whichever is shorter.
+    """
+    names = list(dict.fromkeys(str(record["implementation"]) for record in records))
+    ours, others = [name for name in names if name not in PEERS], [name for name in names if name in PEERS]
+    cases: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for record in records:
+        case = f"{record['what']}, {record['batch']} x {record['seqlen']:,}"
+        cases.setdefault((record["model"], case), {})[record["implementation"]] = record
+    rows: list[list[str]] = []
+    for (model, case), found in cases.items():
+        least = {name: _least_time(found.get(name)) for name in names}
+        best = min((least[name] for name in ours), default=float("inf"))
+        gains = [
+            f"{three_digits(least[name] / best)}x" if least[name] + best < float("inf") else NONE for name in others
+        ]
+        rows.append([model, case, *(_whole_time(found.get(name)) for name in names), *gains])
+    return Table(("model", "rows x tokens", *names, *(f"over {name}" for name in others)), rows, 2)
+
+
+def _least_time(record: Mapping[str, Any] | None) -> float:
+    if record is None or record["failed"] is not None:
+        return float("inf")
+    return min((record[kind] for kind in ("graph", "eager") if record[kind] is not None), default=float("inf"))
+
+
+def _whole_time(record: Mapping[str, Any] | None) -> str:
+    if record is None or record["failed"] is not None or record["eager"] is None:
+        return NONE
+    eager = f"({record['eager'] * 1e3:.2f}) ms"
+    return eager if record["graph"] is None else f"{record['graph'] * 1e3:.2f} {eager}"
 
 
 def three_digits(value: float) -> str:
@@ -264,10 +316,18 @@ def _error_of(results: Results, workload: str, implementation: str) -> str:
     return NONE if record is None else f"{record.error_out:.1e}"
 
 
+def _whole_models(path: Path) -> str:
+    try:
+        return _in_document(whole_models(json.loads(path.read_text(encoding="utf-8"))["records"]))
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} holds no times of whole models: {type(error).__name__}: {error}") from None
+
+
 KINDS: Mapping[str, Callable[..., str]] = MappingProxyType(
     {
         "times": lambda results, *names: _in_document(times(selected(results, names))),
         "speeds": lambda results, *names: _in_document(speeds(selected(results, names))),
+        "targets": lambda results: _in_document(targets(results)),
         "host": lambda results, *names: _in_document(host(selected(results, names))),
         "details": lambda results, *names: _in_document(details(selected(results, names))),
         "first-calls": lambda results: _in_document(first_calls(results)),
@@ -288,9 +348,12 @@ def updated(text: str, folder: Path) -> str:
 
     def block(match: re.Match[str]) -> str:
         kind, file, *arguments = match["request"].split()
-        if kind not in KINDS:
-            raise ValueError(f"there are no figures {kind!r}; there are {', '.join(KINDS)}")
-        content = KINDS[kind](merged([load(folder / one) for one in file.split("+")]), *arguments)
+        if kind == "whole-models":
+            content = _whole_models(folder / file)
+        elif kind in KINDS:
+            content = KINDS[kind](merged([load(folder / one) for one in file.split("+")]), *arguments)
+        else:
+            raise ValueError(f"there are no figures {kind!r}; there are {', '.join([*KINDS, 'whole-models'])}")
         if content == NONE:
             raise ValueError(f"{file} has no {kind} of {' '.join(arguments)}")
         return f"{match[1]}{content}{match[4]}"

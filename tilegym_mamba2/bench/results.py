@@ -50,8 +50,12 @@ class Results:
         return None
 
     def digest(self) -> str:
-        """A short hash of the records, which tells a picture from one of other records."""
-        content = json.dumps([record.as_dict() for record in self.records], sort_keys=True)
+        """A short hash of what pictures show, which tells a picture from one of other records."""
+        shown = [
+            (asdict(record.workload), record.implementation, record.failed, record.time, record.limit)
+            for record in self.records
+        ]
+        content = json.dumps(shown, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:

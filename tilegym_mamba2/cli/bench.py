@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,9 @@ from tilegym_mamba2.cli.info import devices, versions
 from tilegym_mamba2.cli.report import draw, show
 
 _PEER_DISTRIBUTIONS = {"mamba_ssm": "mamba-ssm", "tilegym": "tilegym", "transformers": "transformers"}
-_COMPILE_SECONDS, _FIRST_CALL_SECONDS = 240.0, 240.0  # at most, for all of them
+_COMPILE_SECONDS = 240.0  # at most, for all of them
+_FIRST_CALL_SECONDS = 40.0  # at most, for each
+_HOST_AGAIN_SECONDS = 40.0  # kept for host times, out of the time for the run at most a tenth
 
 
 def command(
@@ -63,11 +66,9 @@ def command(
     earlier = _earlier(json) if resume else None
     run = _Run(device, compared, json, seconds)
     interrupted = lost = False
-    with terminal.steps(len(chosen) + 3) as progress, torch.inference_mode():
+    with terminal.steps(len(chosen) + 4) as progress, torch.inference_mode():
         try:
-            lost = not run.measure(chosen, earlier, progress)
-            if first_call and not lost:
-                run.first_calls(chosen[0], progress)
+            lost = not run.measure(chosen, earlier, first_call, progress)
         except KeyboardInterrupt:
             interrupted = True
     found = run.found
@@ -94,6 +95,7 @@ class _Run:
         self._file = file
         self._begun = time.monotonic()
         self._seconds = float("inf") if seconds is None else seconds
+        self._for_hosts = min(_HOST_AGAIN_SECONDS, self._seconds / 10)
         self.found: results.Results | None = None
 
     def _left(self) -> float:
@@ -103,7 +105,9 @@ class _Run:
         if self._file is not None and self.found is not None:
             results.save(self.found, self._file)
 
-    def measure(self, chosen: Sequence[Workload], earlier: results.Results | None, progress: terminal.Steps) -> bool:
+    def measure(
+        self, chosen: Sequence[Workload], earlier: results.Results | None, first_call: bool, progress: terminal.Steps
+    ) -> bool:
         """Measures what there is no record of; false if the device was lost."""
         progress.start("copy bandwidth and matrix rate")
         self.found = found = earlier or results.Results(_about(self._device), measure_limits(self._device))
@@ -118,9 +122,12 @@ class _Run:
             )
         progress.done()
         spent["limits and compiling"] = round(time.monotonic() - self._begun, 1)
+        if first_call:
+            self._first_calls(found, chosen[0], progress)
+        progress.done()
         bench = Bench(self._device, found.limits, found.spent)
         for one in missing:
-            if self._left() < 0:
+            if self._left() < self._for_hosts:
                 break
             left = [each for each in self._compared if (one.name, each.name) not in there]
             try:
@@ -133,13 +140,33 @@ class _Run:
             spent["all"] = round(time.monotonic() - self._begun, 1)
             self.save()
             progress.done()
+        self._host_again(found, bench, progress)
         return True
 
-    def first_calls(self, workload: Workload, progress: terminal.Steps) -> None:
-        progress.start("first calls")
-        if self.found is not None and self._left() > 0:
+    def _first_calls(self, found: results.Results, workload: Workload, progress: terminal.Steps) -> None:
+        known = {call.implementation for call in found.first_calls if call.workload == workload.name}
+        missing = [one for one in self._compared if one.name not in known]
+        if missing and self._left() > 0:
+            progress.start("first calls")
+            begun = time.monotonic()
             at_most = min(_FIRST_CALL_SECONDS, self._left())
-            self.found.first_calls = fresh.first_calls(workload, self._compared, self._device, at_most)
+            found.first_calls += fresh.first_calls(workload, missing, self._device, at_most)
+            found.spent["run"]["first calls"] = round(time.monotonic() - begun, 1)
+            self.save()
+
+    def _host_again(self, found: results.Results, bench: Bench, progress: terminal.Steps) -> None:
+        """Host times again, there and back: what disturbs the processor for a while does not last the whole run."""
+        if self._device.type != "cuda":
+            return
+        begun = time.monotonic()
+        different = list({replace(one, name=""): one for one in found.workloads()}.values())
+        for workload in (*different, *reversed(different)):
+            if self._left() < 0:
+                break
+            progress.start(f"{workload.name}: host time again")
+            bench.host_again(workload, self._compared)
+        found.records = [bench.latest(record) for record in found.records]
+        found.spent["run"]["host times again"] = round(time.monotonic() - begun, 1)
         progress.done()
 
 

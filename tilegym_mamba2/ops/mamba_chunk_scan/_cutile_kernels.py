@@ -1,4 +1,4 @@
-"""The four cuTile kernels of the fused forward; cutile_.py tells what they compute together.
+"""The three cuTile kernels of the fused forward; cutile_.py tells what they compute together.
 
 Decays are in log2 units relative to the chunk's entry: a_log2[i] = log2(e) * sum(d[j] * A for j <= i) <= 0. Every
 exponent below is at most log2(d), so nothing overflows however fast a head forgets.
@@ -89,17 +89,17 @@ def _tokens(array, batch, start, row, column, CHANNELS: ct.Constant[int], VARLEN
     return tile.reshape((CHUNK, CHANNELS))
 
 
-@ct.kernel
-def _decays_kernel(
-    dt,  # (batch, seqlen, nheads)
-    A,  # (nheads,)
-    dt_bias,  # (nheads,)
-    seq_idx,  # (batch, seqlen)
-    cu_seqlens,  # (nseq + 1,)
-    decays,  # (batch, nheads, nslots, rows, CHUNK)
-    low: float,
-    high: float,
-    seqlen: int,
+def _write_decays(
+    program,
+    dt,
+    A,
+    dt_bias,
+    seq_idx,
+    cu_seqlens,
+    decays,
+    low,
+    high,
+    seqlen,
     BLOCK_HEADS: ct.Constant[int],
     HAS_BIAS: ct.Constant[bool],
     SOFTPLUS: ct.Constant[bool],
@@ -107,12 +107,11 @@ def _decays_kernel(
     VARLEN: ct.Constant[bool],
     PRECISE: ct.Constant[bool],
 ):
-    ct.grid_dependency_control_launch_dependents()
     nslots = decays.shape[2]
     head_blocks = ct.cdiv(decays.shape[1], BLOCK_HEADS)
-    head_block = ct.bid(0) % head_blocks
-    slot = ct.bid(0) // head_blocks % nslots
-    batch = ct.bid(0) // head_blocks // nslots
+    head_block = program % head_blocks
+    slot = program // head_blocks % nslots
+    batch = program // head_blocks // nslots
     start = slot * CHUNK
     sequence_start = 0
     stop = seqlen
@@ -180,25 +179,24 @@ def _decays_kernel(
         ct.store(decays, (batch, head_block, slot, TO_END, 0), to_end.reshape(shape))
 
 
-@ct.kernel
-def _group_products_kernel(
-    B,  # (batch, seqlen, ngroups, dstate)
-    C,  # (batch, seqlen, ngroups, dstate)
-    seq_idx,  # (batch, seqlen)
-    cu_seqlens,  # (nseq + 1,)
-    products,  # (batch, nslots, ngroups, CHUNK, CHUNK)
-    B_kept,  # (batch, nslots * CHUNK, ngroups, dstate)
-    seqlen: int,
+def _write_products(
+    program,
+    B,
+    C,
+    seq_idx,
+    cu_seqlens,
+    products,
+    B_kept,
+    seqlen,
     BLOCK_DSTATE: ct.Constant[int],
     ISOLATED: ct.Constant[bool],
     VARLEN: ct.Constant[bool],
     OPERAND: ct.Constant[int],
 ):
-    ct.grid_dependency_control_launch_dependents()
     nslots, ngroups = products.shape[1], products.shape[2]
-    group = ct.bid(0) % ngroups
-    slot = ct.bid(0) // ngroups % nslots
-    batch = ct.bid(0) // ngroups // nslots
+    group = program % ngroups
+    slot = program // ngroups % nslots
+    batch = program // ngroups // nslots
     start = slot * CHUNK
     sequence_start = 0
     stop = seqlen
@@ -222,8 +220,44 @@ def _group_products_kernel(
                 ct.store(B_kept, (batch, slot, group, block), kept.reshape((1, CHUNK, 1, BLOCK_DSTATE)))
         product = ct.where(seen, product, 0.0).reshape((1, 1, 1, CHUNK, CHUNK))
         ct.store(products, (batch, slot, group, 0, 0), product)
-    # It needs nothing of the kernel before it and runs beside it, but what comes next needs both.
-    ct.grid_dependency_control_wait()
+
+
+@ct.kernel
+def _prepare_kernel(
+    dt,  # (batch, seqlen, nheads)
+    A,  # (nheads,)
+    dt_bias,  # (nheads,)
+    B,  # (batch, seqlen, ngroups, dstate)
+    C,  # (batch, seqlen, ngroups, dstate)
+    seq_idx,  # (batch, seqlen)
+    cu_seqlens,  # (nseq + 1,)
+    decays,  # (batch, nheads, nslots, rows, CHUNK)
+    products,  # (batch, nslots, ngroups, CHUNK, CHUNK)
+    B_kept,  # (batch, nslots * CHUNK, ngroups, dstate)
+    low: float,
+    high: float,
+    seqlen: int,
+    nproducts: int,
+    BLOCK_HEADS: ct.Constant[int],
+    BLOCK_DSTATE: ct.Constant[int],
+    HAS_BIAS: ct.Constant[bool],
+    SOFTPLUS: ct.Constant[bool],
+    ISOLATED: ct.Constant[bool],
+    VARLEN: ct.Constant[bool],
+    PRECISE: ct.Constant[bool],
+    OPERAND: ct.Constant[int],
+):
+    ct.grid_dependency_control_launch_dependents()
+    program = ct.bid(0)
+    if program < nproducts:
+        _write_products(
+            program, B, C, seq_idx, cu_seqlens, products, B_kept, seqlen, BLOCK_DSTATE, ISOLATED, VARLEN, OPERAND
+        )
+    else:
+        _write_decays(
+            program - nproducts, dt, A, dt_bias, seq_idx, cu_seqlens, decays, low, high, seqlen, BLOCK_HEADS, HAS_BIAS,
+            SOFTPLUS, ISOLATED, VARLEN, PRECISE,
+        )  # fmt: skip
 
 
 def _nearest_power_of_two(v):

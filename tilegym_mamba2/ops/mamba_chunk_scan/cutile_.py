@@ -6,19 +6,17 @@ In chunks of 64 tokens, with a[i] = sum(d[j] * A for j <= i) inside the chunk an
     W[i, j] = (C[i] . B[j]) * exp(a[i] - a[j]) * d[j]
     S' = exp(a[63]) * S + sum(exp(a[63] - a[j]) * d[j] * x[j] (outer) B[j])
 
-Four kernels, or three where the heads fill the GPU:
+Three kernels, or two where the heads fill the GPU:
 
-1. `_decays_kernel`: per chunk and head d and a, exp(a[i]), and d[j] * exp(a[63] - a[j]). A program owns a chunk of a
-   few heads.
-2. `_group_products_kernel`: C[i] . B[j] for j <= i, once for all heads of a group. A program owns a chunk of a group;
-   it runs beside the first kernel.
-3. `_part_states_kernel`: what each part of a sequence adds to the state, so that several programs can share one
+1. `_prepare_kernel`: per chunk and head d and a, exp(a[i]), and d[j] * exp(a[63] - a[j]); a program owns a chunk of a
+   few heads. Or C[i] . B[j] for j <= i, once for all heads of a group; a program owns a chunk of a group.
+2. `_part_states_kernel`: what each part of a sequence adds to the state, so that several programs can share one
    sequence. It re-reads x and B of all but the last segment.
-4. `_scan_kernel`: a program owns a tile of headdim of one head, for a sequence or a segment of one, and walks its
+3. `_scan_kernel`: a program owns a tile of headdim of one head, for a sequence or a segment of one, and walks its
    chunks. Each reads x, z and the decays once; B, C and the products come again for each head of the group, from L2.
 
-The second and third, and the fourth if the third ran, are launched early and wait themselves for the end of the kernel
-before, which has waited likewise. The first is not: it may overwrite what an earlier call still reads.
+The second, and the third if the second ran, are launched early and wait themselves for the end of the kernel before,
+which has waited likewise. The first is not: it may overwrite what an earlier call still reads.
 
 The products are transposed, y.T = S C.T + x.T W.T and S = x.T B, so that S, the accumulator of one product, is the left
 operand of the other without leaving its registers. Runs of seq_idx need nothing of the scan kernel but selections:
@@ -163,22 +161,16 @@ def _plan(given: Any, dt_softplus: bool, dt_limit: tuple[float, float], operand:
     nslots = seqlen // _CHUNK + rows if varlen else nchunks  # so many hold the chunks of any sequences
 
     block_heads = power_of_two(nheads, 1, 16)
-    decays = Launch(
-        kernels._decays_kernel,
-        (batch * nslots * -(-nheads // block_heads),),
+    nproducts = batch * nslots * ngroups
+    prepare = Launch(
+        kernels._prepare_kernel,
+        (nproducts + batch * nslots * -(-nheads // block_heads),),
         (
-            float(dt_limit[0]), float(dt_limit[1]), seqlen, block_heads, dt_bias is not None, dt_softplus, isolated,
-            varlen, precise,
+            float(dt_limit[0]), float(dt_limit[1]), seqlen, nproducts, block_heads, min(block_dstate, 128),
+            dt_bias is not None, dt_softplus, isolated, varlen, precise, operand,
         ),
-        Hints(occupancy=2 if isolated else 4),
+        Hints(occupancy=1, num_worker_warps=8) if precise else Hints(occupancy=2 if isolated else 4),
     )  # fmt: skip
-    products = Launch(
-        kernels._group_products_kernel,
-        (batch * nslots * ngroups,),
-        (seqlen, min(block_dstate, 128), isolated, varlen, operand),
-        Hints(occupancy=4),
-        dependent=True,
-    )
 
     units = rows * nheads * -(-headdim // _HEADDIM)
     programs = device_info(device).multiprocessors * configuration.resident
@@ -224,11 +216,10 @@ def _plan(given: Any, dt_softplus: bool, dt_limit: tuple[float, float], operand:
 
     kept = "B_kept" if isolated or varlen else "B"
     launches = [
-        (decays, arrays("dt A dt_bias seq_idx cu_seqlens decays")),
-        (products, arrays("B C seq_idx cu_seqlens products B_kept")),
+        (prepare, arrays("dt A dt_bias B C seq_idx cu_seqlens decays products B_kept")),
         (scan, arrays(f"x {kept} C products decays D z initial_states states factors cu_seqlens out final")),
     ]
     if parts is not None:
-        launches.insert(2, (parts, arrays(f"x {kept} decays states factors")))
+        launches.insert(1, (parts, arrays(f"x {kept} decays states factors")))
     results = {"out": (tuple(x[0]), x[2]), "final": ((rows, nheads, headdim, dstate), torch.float32)}
     return Launches(_ARGUMENTS, launches, results, scratch)
