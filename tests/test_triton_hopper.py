@@ -145,6 +145,7 @@ def test_a_flag_stands_for_its_item(
         ({"layout": "projection", "nheads": 8}, True),
         ({"layout": "unaligned"}, False),
         ({"layout": "expanded"}, False),
+        ({"layout": "transposed"}, True),
         ({"dt_limit": (-0.1, 1.0)}, False),
     ],
     ids=str,

@@ -231,13 +231,16 @@ def mamba_chunk_scan(
         else:
             final_states.copy_(initial_states)
     else:
+        info = backend.device_info(device)
+        if info.has_tma:
+            # As the torch code of a convolution leaves them; TMA can't read them, and a copy costs far less than that.
+            x, B, C, z = (t if t is None or t.stride(3) == 1 else t.contiguous() for t in (x, B, C, z))
         # Tensors whose rows can be read 16 bytes at a time only if the base pointers allow it too.
         unaligned = (x.data_ptr() | B.data_ptr() | C.data_ptr()) & 15
         z_aligned = z is None or z.data_ptr() & 15 == 0
         plan = _plan(
             backend.layouts(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens), dt_softplus,
-            tuple(dt_limit), torch.get_float32_matmul_precision() == "highest", unaligned == 0, z_aligned,
-            backend.device_info(device),
+            tuple(dt_limit), torch.get_float32_matmul_precision() == "highest", unaligned == 0, z_aligned, info,
         )  # fmt: skip
         out, final_states = plan((x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens), device)
     if cu_seqlens is None:
