@@ -3,7 +3,7 @@ PIP = .venv/bin/pip install --quiet --disable-pip-version-check --constraint con
 BACKENDS = cutile,triton,torch-reference
 
 run: .venv/run; .venv/bin/python -m tilegym_mamba2 run --model mamba2-130m --seqlen 2048
-test: .venv/test; .venv/bin/python -m pytest -n 2 --require-backends=$(BACKENDS)
+test: .venv/test; .venv/bin/python -m pytest -n 2 --dist worksteal --require-backends=$(BACKENDS)
 bench: .venv/test; .venv/bin/python -m pytest bench
 lint: .venv/lint; .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
 

@@ -908,9 +908,10 @@ def test_bench_measures_writes_and_draws(command, tmp_path):
     assert command("report", file)[1] in output
 
 
-def test_without_a_repository_the_revision_is_what_the_environment_says(monkeypatch):
-    monkeypatch.setenv("PATH", "")
+def test_the_revision_is_what_the_environment_says(monkeypatch):
     monkeypatch.setenv("GIT_COMMIT", "abc")
+    assert bench_command._revision() == "abc"  # also in a repository
+    monkeypatch.setenv("PATH", "")
     assert bench_command._revision() == "abc"
     monkeypatch.delenv("GIT_COMMIT")
     assert bench_command._revision() is None

@@ -165,3 +165,12 @@ def test_a_z_that_is_not_aligned_is_not_for_it(hopper: Any) -> None:
     assert inputs["z"].data_ptr() % 16
     scan(inputs)
     assert not flags.programs
+
+
+@pytest.mark.parametrize("has_z", [False, True])
+@pytest.mark.parametrize("dstate", [40, 64, 72, 128])
+def test_no_configuration_waits_for_itself(dstate: int, has_z: bool) -> None:
+    """The kernel fetches a block's tiles while it still holds those of the one before."""
+    rule = implementation.hopper_config(backend.DeviceInfo("cuda:90", 132, 232448), dstate, has_z)
+    stages = [config.output.num_stages for config in implementation.configurations(rule, hopper=True)]
+    assert min(stages) >= 2

@@ -267,10 +267,11 @@ def _least_time(record: Mapping[str, Any] | None) -> float:
 
 
 def _whole_time(record: Mapping[str, Any] | None) -> str:
-    if record is None or record["failed"] is not None or record["eager"] is None:
+    if record is None or record["failed"] is not None:
         return NONE
-    eager = f"({record['eager'] * 1e3:.2f}) ms"
-    return eager if record["graph"] is None else f"{record['graph'] * 1e3:.2f} {eager}"
+    graph, eager = (None if record[kind] is None else f"{record[kind] * 1e3:.2f}" for kind in ("graph", "eager"))
+    times = [*([graph] if graph else []), *([f"({eager})"] if eager else [])]
+    return f"{' '.join(times)} ms" if times else NONE
 
 
 def three_digits(value: float) -> str:

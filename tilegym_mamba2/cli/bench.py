@@ -209,10 +209,12 @@ def _about(device: torch.device) -> dict[str, Any]:
 
 
 def _revision() -> str | None:
-    """The source's git revision, with a + if it was changed; outside a repository the variable GIT_COMMIT, or None."""
+    """The variable GIT_COMMIT, or the source's git revision, with a + if it was changed; None outside a repository."""
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     folder = Path(__file__).parent
     try:
         asked = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
         return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT")
+        return None

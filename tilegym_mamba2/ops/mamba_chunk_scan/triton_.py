@@ -52,6 +52,8 @@ _MOST_SEGMENTS = 32
 # Of Triton, whose Gluon changes: those that the kernel for Hopper is written for.
 _GLUON_VERSIONS = ("3.6", "3.7")
 _HOPPER_REGISTERS = 240
+# A consumer waits for the next block's tiles before it releases this one's: with one stage it would wait forever.
+_HOPPER_LEAST_STAGES = 2
 # Below half of that kernel's tiles of 64 the other kernel's smaller ones are the better choice.
 _HOPPER_LEAST = 32
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -159,7 +161,8 @@ def configurations(rule: Config, hopper: bool) -> list[Config]:
     sensible = [
         one
         for one in others
-        if min(one.output.num_stages, one.segment.num_stages, one.programs_per_multiprocessor) > 0
+        if one.output.num_stages >= (_HOPPER_LEAST_STAGES if hopper else 1)
+        and min(one.segment.num_stages, one.programs_per_multiprocessor) > 0
         and one.output.num_warps <= 8
         and one.block_chunk <= 64
     ]
