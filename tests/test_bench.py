@@ -631,6 +631,8 @@ def test_what_runs_is_ended_when_the_caller_stops():
     started = time.monotonic()
 
     def sleep(seconds: int) -> int:
+        if seconds:
+            time.sleep(0.5)  # it begins when the caller has stopped already
         process = subprocess.Popen(
             [sys.executable, "-c", f"import time; time.sleep({seconds})"], start_new_session=True
         )

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -188,12 +188,17 @@ def _size_and_seconds(one: Implementation, plain: bool) -> tuple[int, float, flo
 def _in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Generator[_Result]:
     """Results in order; when the caller stops, what runs is ended and the rest never begins."""
     pool = ThreadPoolExecutor(os.cpu_count())
+    futures = [pool.submit(function, item) for item in items]
     try:
-        yield from pool.map(function, items)
+        for future in futures:
+            yield future.result()
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in tuple(_running):
-            _end(process)
+        for future in futures:
+            future.cancel()
+        # Until none is left: a thread may have been about to start its process.
+        while wait(futures, timeout=0.1).not_done:
+            for process in tuple(_running):
+                _end(process)
         raise
     finally:
         pool.shutdown()
