@@ -5,6 +5,7 @@
 #   dtypes        float16 and float32
 #   grid          seqlen by dstate, the article's
 #   models        every released model at 8 x 2,048 and 1 x 8,192 tokens
+#   slow          the table on torch-reference, torch.compile of it and transformers' torch path, 4 minutes
 #   transformers  prefill and decode of whole models, 3 minutes: FOLDER/transformers.json
 #   pytest        a part of `pytest bench`, one minute: FOLDER/pytest.txt; SELECT is its -k
 # It begins nothing after SECONDS_AT_MOST (520); what was measured until then is in FOLDER/PART.json. If an
@@ -20,6 +21,11 @@ case $part in
     dtypes) what="--sweep dtypes" ;;
     grid) what="--sweep dstate" ;;
     models) what="--sweep models" ;;
+    slow)
+        what="--sweep table" limit=${SECONDS_AT_MOST:-240}
+        # transformers last: it takes what memory the others leave.
+        backends=${BACKENDS:-cutile,triton,torch-reference,torch.compile,transformers}
+        ;;
     transformers)
         seconds=$((limit < 180 ? limit : 180))
         exec "$python" bench/transformers_models.py "$folder/transformers.json" --seconds $seconds

@@ -483,6 +483,46 @@ def test_torch_peers_compute_what_the_package_does():
             assert max(truth.errors(implementation.bind(inputs, chunk_size)())) < 2.5e-3
 
 
+def test_torch_compile_gets_the_stages_and_computes_what_the_package_does():
+    seen: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(graph)
+        return graph
+
+    # More shapes than torch.compile takes by itself before it runs a function as it is.
+    several = [replace(workloads.find_workload("c"), seqlen=64 * seqlen).small() for seqlen in range(64, 641, 64)]
+    peers._compiled_reference.cache_clear()
+    original = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda *args, **options: original(*args, backend=backend, **options))
+        for count, workload in enumerate(several, start=1):
+            implementation = peers.find_implementation("torch.compile")
+            inputs = workloads.make_inputs(workload, CPU, seed=0)
+            assert max(measure.truth_of(inputs).errors(implementation.bind(inputs, 64)())) < 2.5e-3
+            assert len(seen) == count
+    peers._compiled_reference.cache_clear()
+    assert not any("tilegym_mamba2" in str(node.target) for graph in seen for node in graph.graph.nodes)
+    assert "divide no row of 300 tokens" in (
+        peers.find_implementation("torch.compile").why_not(replace(several[0], seqlen=300), CPU) or ""
+    )
+
+
+def test_too_little_memory_is_the_reason_and_the_rest_is_measured():
+    short = torch.OutOfMemoryError("tried to allocate 80 GiB")
+    compared = [Made("none", peer=True, fails_at={64: short, 128: short}), Made("some", fails_at={128: short})]
+    none, some = measure.Bench(CPU, LIMITS).measure(workloads.find_workload("latency"), compared)
+    assert "chunk size 128: OutOfMemoryError: tried to allocate 80 GiB" in (none.failed or "")
+    assert some.time > 0
+    assert list(some.chunk_failures) == ["128"]
+
+
+def test_large_calls_of_transformers_are_not_captured():
+    transformers = peers.find_implementation("transformers")
+    captured = {one.name: transformers.capturable(one) for one in workloads.TABLE}
+    assert [name for name, does in captured.items() if does] == ["a-n64", "a-2k", "latency", "d1"]
+
+
 def test_names_that_are_nothing_are_refused():
     with pytest.raises(ValueError, match=r"no backend or peer 'cutlie'; there are .*cutile.*mamba_ssm"):
         peers.implementations(["cutlie"], False, CPU)
@@ -616,10 +656,11 @@ def test_a_task_that_fails_or_hangs_has_no_time():
 
 
 def test_compiling_ahead_gives_up_and_says_what_it_took():
+    reference = peers.find_implementation("torch-reference")
+    assert fresh.compile_tasks([HEADLINE], [reference], CPU) == []  # it compiles nothing
+    reference.compiles = True
     begun = time.monotonic()
-    found = fresh.compile_ahead(
-        [workloads.find_workload("latency-256")], [peers.find_implementation("torch-reference")], CPU, seconds=0.5
-    )
+    found = fresh.compile_ahead([workloads.find_workload("latency-256")], [reference], CPU, seconds=0.5)
     assert list(found) == [
         "torch-reference 64 latency-256",
         *(f"torch-reference {size} latency-256" for size in (128, 256)),
@@ -649,7 +690,9 @@ def test_what_runs_is_ended_when_the_caller_stops():
 def test_compile_tasks_share_what_compiles_alike():
     searching = Made("searching", peer=True)
     searching.searches_every_shape = True
-    compared = [Made("ours"), Made("peer", peer=True), searching]
+    each, nothing = Made("each", peer=True), Made("nothing", peer=True)
+    each.compiles_every_shape, nothing.compiles = True, False
+    compared = [Made("ours"), Made("peer", peer=True), searching, each, nothing]
     chosen = [workloads.find_workload(name) for name in ("a", "130m", "c", "nano9b", "headline", "a-float16")]
     tasks = fresh.compile_tasks(chosen, compared, CPU)
     assert [task.expected for task in tasks] == sorted((task.expected for task in tasks), reverse=True)
@@ -659,6 +702,7 @@ def test_compile_tasks_share_what_compiles_alike():
         "ours": [("a", "130m", "c"), ("nano9b",), ("a-float16",)],
         "peer": [("a", "c"), ("nano9b",), ("a-float16",)],
         "searching": [("a", "130m", "c"), ("nano9b",), ("a-float16",)],
+        "each": [("a",), ("130m",), ("c",), ("nano9b",), ("a-float16",)],
     }
     assert found == {
         (name, chunk_size, names) for name, several in expected.items() for chunk_size in (64, 128) for names in several
@@ -1066,6 +1110,10 @@ def test_h200_sh_measures_a_part(tmp_path):
         assert (
             calls.read_text().count("bench --sweep dstate --backends cutile,triton,mamba_ssm,tilegym --resume") == times
         )
+        subprocess.run([ROOT / "bench/h200.sh", tmp_path / "out", "slow"], env=environment, timeout=60)
+        compared = "cutile,triton,torch-reference,torch.compile,transformers"
+        assert calls.read_text().count(f"bench --sweep table --backends {compared} --resume --json") == times
+        assert f"--json {tmp_path}/out/slow.json" in calls.read_text()
     assert subprocess.run([ROOT / "bench/h200.sh", tmp_path, "nothing"], stderr=subprocess.PIPE).returncode == 2
 
 

@@ -32,6 +32,7 @@ _CACHES = (
     "CUDA_CACHE_PATH",
 )  # fmt: skip
 _SECONDS_AT_MOST = 240.0
+_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # there are as many processes as processors
 _START_SECONDS = 15.0  # in which a process is sure to have made its inputs
 
 _Item = TypeVar("_Item")
@@ -143,7 +144,7 @@ def compile_ahead(
     def run(task: Task) -> float:
         begun = time.monotonic()
         if begun < deadline:
-            task.run({}, deadline - begun)
+            task.run(_ALONE, deadline - begun)
         return round(time.monotonic() - begun, 1)
 
     spent: dict[str, float] = {}
@@ -159,7 +160,7 @@ def compile_tasks(
     """Tasks of few calls, those together that a compiler shares work between; the longest, as expected, first."""
     groups: dict[Any, dict[Any, str]] = {}
     for one, workload in itertools.product(implementations, workloads):
-        if one.why_not(workload, device) is None:
+        if one.compiles and one.why_not(workload, device) is None:
             for chunk_size in one.chunk_sizes:
                 kind = (workload.headdim, workload.dstate, workload.dtype, workload.precision, bool(workload.lengths))
                 group = groups.setdefault((one, chunk_size, kind, workload.model is not None), {})
@@ -180,6 +181,8 @@ def _size_and_seconds(one: Implementation, plain: bool) -> tuple[int, float, flo
     """
     if one.searches_every_shape:
         return (3, 5.0, 8.0) if plain else (1, 5.0, 40.0)
+    if one.compiles_every_shape:
+        return 1, 60.0, 0.0
     if one.peer:
         return 1000, 30.0, 1.0
     return (6, 5.0, 2.0) if plain else (2, 5.0, 12.0)
@@ -206,7 +209,8 @@ def _in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item]) -
 
 def _compiled_alike(workload: Workload, one: Implementation, chunk_size: int) -> Any:
     """What a compiler may specialise on besides what a task has in common."""
-    if not one.peer:  # this package's backends may launch other kernels for every size, and are quick to compile
+    # This package's backends may launch other kernels for every size, and are quick to compile.
+    if not one.peer or one.compiles_every_shape:
         return replace(workload, name="")
     ratio = workload.nheads // workload.ngroups
     sizes = (workload.batch, workload.seqlen // chunk_size, workload.nheads, workload.ngroups, ratio)
@@ -224,7 +228,7 @@ def main(arguments: Sequence[str]) -> None:
         synchronize(device)
         begun = time.perf_counter()
         try:
-            with precision_of(workload):
+            with precision_of(workload), torch.inference_mode():  # as it is measured: torch.compile asks
                 find_implementation(name).bind(inputs, int(chunk_size))()
                 synchronize(device)
             seconds.append(time.perf_counter() - begun)

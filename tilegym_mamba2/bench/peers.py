@@ -20,13 +20,15 @@ from torch import Tensor
 
 from tilegym_mamba2 import registry
 from tilegym_mamba2.bench.timing import Call
-from tilegym_mamba2.bench.workloads import Inputs, Workload
+from tilegym_mamba2.bench.workloads import Inputs, Workload, cost_of
 from tilegym_mamba2.scan import mamba_chunk_scan_combined
 
 CHUNK_SIZES = (64, 128, 256)
 
 _AUTOTUNE_MILLISECONDS = {"warmup": 2, "rep": 10}  # of each configuration, by triton.testing.do_bench
 _WHOLE_SEARCHES = 2
+_MOST_CAPTURED_BYTES = 2**33  # of a tensor of transformers
+_MOST_SHAPES = 128  # that torch.compile compiles, in one process
 _MOST_SLOW_TOKENS = 2048  # per row; a slow peer takes minutes to compile or to run what is longer
 
 
@@ -38,6 +40,8 @@ class Implementation:
         peer: not of this package, so not held to its error budget.
         slow: not measured on long rows on a GPU unless it was asked for by name.
         searches_every_shape: so that what is compiled for one is not enough for others of the same headdim and dstate.
+        compiles: something, so that it is worth a call ahead of the measurements.
+        compiles_every_shape: so that nothing that is compiled for one is enough for another.
         chunk_sizes: those to try.
     """
 
@@ -45,6 +49,8 @@ class Implementation:
     peer: bool = True
     slow: bool = False
     searches_every_shape: bool = False
+    compiles: bool = True
+    compiles_every_shape: bool = False
     chunk_sizes: tuple[int, ...] = CHUNK_SIZES
 
     def __init__(self, asked: bool):
@@ -78,6 +84,7 @@ class BackendForward(Implementation):
         super().__init__(asked)
         self.name = name
         self.slow = name == "torch-reference"
+        self.compiles = not self.slow
         if registry.has_implementation("mamba_chunk_scan", name) and not self.slow:
             self.chunk_sizes = (64,)  # its fused forward has chunks of its own
 
@@ -235,44 +242,95 @@ def _tune_briefly(package: str) -> None:
 
 
 class TorchCompile(_Peer):
-    """torch.compile of this package's torch-reference, which it unrolls: chunks are few, so that it ends."""
+    """torch.compile of torch-reference's stages, whose chunks are rows of a batch: only the recurrence is unrolled.
+
+    The stages' own functions, since torch.compile sees a call of the public one as an operator, and compiles nothing
+    of it. Chunks of 64 are not tried: the time to compile grows with the number of chunks in a row.
+    """
 
     name = "torch.compile"
     module = "torch"
     slow = True
-    chunk_sizes = (256,)
+    compiles_every_shape = True
+    chunk_sizes = (128, 256)
 
     def _why_not_workload(self, workload: Workload) -> str | None:
-        return "it would unroll packed sequences" if workload.lengths else None
+        if workload.lengths:
+            return "it would unroll packed sequences"
+        if workload.seqlen % min(max(self.chunk_sizes), workload.seqlen):
+            return f"its chunks divide no row of {workload.seqlen} tokens"
+        return None
 
     def bind(self, inputs: Inputs, chunk_size: int) -> Call:
         compiled = _compiled_reference()
-        return lambda: compiled(**inputs, chunk_size=chunk_size)
+        length = min(chunk_size, inputs["x"].shape[1])
+        problem = cost_of(inputs)
+        stages = [registry.select(op, problem, "torch-reference").function for op in _STAGES]
+        return lambda: compiled(stages, **inputs, chunk_size=length)
 
 
+_STAGES = ("chunk_cumsum", "fwd_pass_state", "compute_out")
+
+
+def _reference_of_chunks(
+    stages: Sequence[Callable[..., Any]],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> tuple[Tensor, Tensor]:
+    """torch-reference, of whose stages these are the functions, for rows of whole chunks.
+
+    Other arguments and results as of `mamba_chunk_scan_combined`.
+    """
+    chunk_cumsum, fwd_pass_state, compute_out = stages
+    batch, seqlen = dt.shape[:2]
+    dA_cumsum, dt_out = chunk_cumsum(dt, A, chunk_size, dt_bias, dt_softplus, dt_limit)
+    total = dA_cumsum[..., -1].exp()  # (batch, nheads, nchunks)
+    x_chunks, B_chunks, C_chunks = (value.reshape(-1, chunk_size, *value.shape[2:]) for value in (x, B, C))
+    dA_cumsum, dt_out = (value.transpose(1, 2).flatten(0, 1)[:, :, None] for value in (dA_cumsum, dt_out))
+    own = fwd_pass_state(x_chunks, B_chunks, dt_out, dA_cumsum, None, None, None)[1].unflatten(0, (batch, -1))
+    state = torch.zeros_like(own[:, 0])
+    states: list[Tensor] = []
+    for chunk in range(seqlen // chunk_size):
+        states.append(state.to(x.dtype))
+        state = state * total[:, :, chunk, None, None] + own[:, chunk]
+    entry = torch.stack(states, 1).flatten(0, 1)[:, None]
+    out = compute_out(x_chunks, B_chunks, C_chunks, dt_out, dA_cumsum, entry, D, None, None)
+    return out.reshape(batch, seqlen, *out.shape[2:]), state
+
+
+@cache
 def _compiled_reference() -> Callable[..., Any]:
-    global _compiled
-    if _compiled is None:
-
-        def reference(**arguments: Any) -> Any:
-            return mamba_chunk_scan_combined(**arguments, return_final_states=True, backend="torch-reference")
-
-        _compiled = torch.compile(reference, dynamic=False)
-    return _compiled
-
-
-_compiled: Callable[..., Any] | None = None
+    # Beyond the limit, which is 8 shapes, torch.compile would run the function as it is.
+    torch._dynamo.config.recompile_limit = _MOST_SHAPES  # pyright: ignore[reportPrivateUsage]
+    return torch.compile(_reference_of_chunks, dynamic=False, fullgraph=True)
 
 
 class Transformers(_Peer):
-    """The plain torch path of transformers' Mamba-2 layers."""
+    """The plain torch path of transformers' Mamba-2 layers.
+
+    It holds tensors of tokens by nheads by headdim by dstate and of tokens by chunk size by nheads by dstate. Where
+    they are large a call takes many milliseconds, and no CUDA graph holds as much memory again.
+    """
 
     name = "transformers"
     module = "transformers.models.mamba2.modeling_mamba2"
     slow = True
+    compiles = False
 
     def _why_not_workload(self, workload: Workload) -> str | None:
         return "it has no packed sequences" if workload.lengths else None
+
+    def capturable(self, workload: Workload) -> bool:
+        elements = workload.batch * workload.seqlen * workload.nheads * workload.headdim * workload.dstate
+        return 4 * elements <= _MOST_CAPTURED_BYTES
 
     def bind(self, inputs: Inputs, chunk_size: int) -> Call:
         # Unwrapped, because the wrapper calls mamba_ssm where that is installed.
