@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # The measurements of bench/results: bench/h200.sh FOLDER [PART]
-#   all           (default) the five below, what counts most first
+#   all           (default) the four below, what counts most first
 #   table         the table, packed sequences, short rows, layers of models, and first calls
 #   dtypes        float16 and float32
 #   grid          seqlen by dstate, the article's
 #   models        every released model at 8 x 2,048 and 1 x 8,192 tokens
-#   slow          the table on torch-reference, torch.compile of it and transformers' torch path, 4 minutes
+#   slow          the table on torch-reference, torch.compile of it and transformers' torch path
 #   transformers  prefill and decode of whole models, 3 minutes: FOLDER/transformers.json
 #   pytest        a part of `pytest bench`, one minute: FOLDER/pytest.txt; SELECT is its -k
-# It begins nothing after SECONDS_AT_MOST (520); what was measured until then is in FOLDER/PART.json. If an
+# It begins nothing after SECONDS_AT_MOST (520, of slow 240); what was measured until then is in FOLDER/PART.json. If an
 # implementation makes the GPU unusable, the rest is measured by a new process.
 set -u
 folder=$1 part=${2:-all} limit=${SECONDS_AT_MOST:-520} python=${PYTHON:-python3}
