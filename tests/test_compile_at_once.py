@@ -1,6 +1,8 @@
 """Kernels are prepared at once: each in a thread of its own, on the call's device, and failures are told."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -47,6 +49,18 @@ def test_the_first_failure_is_raised_when_all_have_ended() -> None:
     with pytest.raises(ValueError, match="late"):
         _compile.at_once([late, early, lambda: ended.append("good")], device)
     assert sorted(ended) == ["good", "late"]
+
+
+def test_what_has_not_begun_when_one_fails_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("first")
+
+    monkeypatch.setattr(_compile, "ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))
+    with pytest.raises(RuntimeError, match="first"):
+        _compile.at_once([fail, lambda: time.sleep(0.5), lambda: ended.append("last")], device)
+    assert ended == ["last"]
 
 
 def test_the_device_is_current_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,5 +23,7 @@ def at_once(tasks: Sequence[Callable[[], object]], device: torch.device) -> None
             task()
         return
     with ThreadPoolExecutor(len(tasks)) as pool:
-        for _ in pool.map(run, tasks):
-            pass
+        # Not pool.map, which cancels what has not begun when one fails.
+        results = [pool.submit(run, task) for task in tasks]
+    for result in results:
+        result.result()
