@@ -35,6 +35,7 @@ _BIAS_LOG2 = gl.constexpr(3)
 _MAX_LOG2 = gl.constexpr(126.0)
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _LARGEST = gl.constexpr(3.4028234663852886e38)
+_LOG2_E = gl.constexpr(1.4426950408889634)
 
 # (headdim, chunk), and also (chunk, chunk): accumulators of 64 x 64
 _ACC_CHUNK = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -153,8 +154,11 @@ def _fetch(
 
 @gluon.jit
 def _silu(v):
-    exp_v = gl.exp(-gl.abs(v))  # at most 1
-    return gl.where(v >= 0.0, v, v * exp_v) / (1.0 + exp_v)
+    """v / (1 + exp(-v)), without the special cases of a division: 1 / infinity is the 0 that is wanted."""
+    denominator = 1.0 + gl.exp2(v * -_LOG2_E)
+    return v * gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -246,17 +250,21 @@ def _walk(
     dstate = gl.arange(0, BLOCK_DSTATE, gl.SliceLayout(0, ACC_STATE))[None, :]
     inside = (headdim < HEADDIM) & (dstate < DSTATE)  # (headdim, dstate)
     offsets = headdim * DSTATE + dstate
-    if HAS_INITIAL:
-        places_initial = headdim.to(gl.int64) * stride_initial_headdim + dstate.to(gl.int64) * stride_initial_dstate
-        state = gl.load(initial_ptr + places_initial, mask=inside, other=0.0).to(gl.float32)
-    else:
-        state = gl.zeros([_HEADDIM, BLOCK_DSTATE], gl.float32, ACC_STATE)
+    state = gl.zeros([_HEADDIM, BLOCK_DSTATE], gl.float32, ACC_STATE)
     if EARLY:
         _wait_for_previous()
-    for part in range(nparts_before):
-        decay = gl.load(part_decay_ptr + part)
+    # The parts that it remembers, the last first.
+    entry_decay = gl.to_tensor(1.0)  # from a part's end on
+    part = nparts_before
+    while (part > 0) & (entry_decay != 0.0):
+        part -= 1
         added = gl.load(part_states_ptr + part * (HEADDIM * DSTATE) + offsets, mask=inside, other=0.0)
-        state = gl.where(decay == 0.0, 0.0, state * decay) + added
+        state += added * entry_decay
+        entry_decay *= gl.load(part_decay_ptr + part)
+    if HAS_INITIAL:
+        places_initial = headdim.to(gl.int64) * stride_initial_headdim + dstate.to(gl.int64) * stride_initial_dstate
+        initial = gl.load(initial_ptr + places_initial, mask=inside, other=0.0).to(gl.float32)
+        state += gl.where(entry_decay == 0.0, 0.0, initial * entry_decay)
     if HAS_D:
         row = headdim_first + gl.arange(0, _HEADDIM, gl.SliceLayout(1, _ACC_CHUNK))
         D = gl.load(D_ptr + row * stride_D_headdim, mask=row < HEADDIM, other=0.0).to(gl.float32)[:, None]

@@ -3,6 +3,7 @@
     a[t] = sum(d[s] * A for s <= t in t's block),   gram[i, j] = C[i] . B[j] for j <= i in i's run of seq_idx, else 0
 
 A program owns the vectors of a slot's block for several heads, or its gram for a group; dt, B and C are read once.
+Where sequences are cut, the kernel of the parts makes the gram, which only the kernel after that one reads.
 
 A float16 gram is gram[i, j] / 2**gram_log2[i], whose largest in a row is at least 2**14 and below 2**15. So a row does
 not lose by the size of others, and its elements keep float16's 11 bits down to 2**-29 of its largest.
@@ -40,7 +41,7 @@ def _sequence_of_slot(cu_seqlens_ptr, slot, nseq, BLOCK_CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _block_of_slot(cu_seqlens_ptr, slot, seqlen, nseq, nslots_row, BLOCK_CHUNK: tl.constexpr, PACKED: tl.constexpr):
+def block_of_slot(cu_seqlens_ptr, slot, seqlen, nseq, nslots_row, BLOCK_CHUNK: tl.constexpr, PACKED: tl.constexpr):
     """Where a slot's tokens are: batch row, first token of the sequence, first of the block, end of the sequence."""
     if PACKED:
         sequence = _sequence_of_slot(cu_seqlens_ptr, slot, nseq, BLOCK_CHUNK)
@@ -147,7 +148,7 @@ def _write_vectors(
 
 
 @triton.jit
-def _write_gram(
+def write_gram(
     B_ptr,
     C_ptr,
     seq_idx_ptr,
@@ -272,13 +273,13 @@ def _scan_prepare_kernel(
         slot = program // ngroups
     else:
         slot = (program - ngrams) // nblocks_heads
-    row, begin, first, stop = _block_of_slot(
+    row, begin, first, stop = block_of_slot(
         cu_seqlens_ptr, slot, seqlen, nseq, nslots_row, BLOCK_CHUNK, cu_seqlens_ptr is not None
     )
     if first < stop:
         if program < ngrams:
             group = (program % ngroups).to(tl.int64)
-            _write_gram(
+            write_gram(
                 B_ptr, C_ptr, seq_idx_ptr, gram_ptr, gram_log2_ptr, slot, row, begin, first, stop, group, ngroups,
                 stride_B_batch, stride_B_token, stride_B_group, stride_C_batch, stride_C_token, stride_C_group,
                 stride_seq_idx_batch, stride_seq_idx_token, stride_B_dstate, stride_C_dstate, DSTATE, BLOCK_CHUNK,

@@ -9,7 +9,8 @@ A slot is one block of BLOCK_CHUNK tokens of one sequence (a batch row, or a seq
 1. `_scan_prepare_kernel`, program = (slot, heads): the vectors of a block that need exponentials or seq_idx; or
    program = (slot, group): C @ B^T, causal and inside runs of seq_idx, once for all heads of the group.
 2. `_scan_segment_kernel`, program = (part of a segment, sequence, head): what that part adds to the state. Only
-   where there are too few (sequence, head) pairs to fill the GPU.
+   where there are too few (sequence, head) pairs to fill the GPU; then C @ B^T is made here and not by kernel 1, at
+   the same time as the parts.
 3. `_scan_output_kernel`, program = (segment, sequence, head, block of headdim): combines the states of earlier
    parts, then walks over its blocks. x, B and C are read again here for the segments that kernel 2 has read.
 
@@ -46,8 +47,9 @@ from tilegym_mamba2.registry import register
 from tilegym_mamba2.tuning import planned
 
 _LARGEST_DSTATE = 1024
-# Segments and parts of fewer blocks than this would cost more than they gain.
-_LEAST_SLOTS = 8
+# Smaller segments and parts would cost more than they gain.
+_LEAST_SEGMENT_TOKENS = 256
+_LEAST_PART_SLOTS = 8
 _MOST_SEGMENTS = 32
 # Of Triton, whose Gluon changes: those that the kernel for Hopper is written for.
 _GLUON_VERSIONS = ("3.6", "3.7")
@@ -174,8 +176,8 @@ def _products(dot: torch.dtype, exact: bool) -> str:
     return str(dot).removeprefix("torch.") if dot != torch.float32 or exact else "tf32"
 
 
-def choose_segments(pairs: int, nblocks: int, resident: int, slots: int) -> tuple[int, int]:
-    """How many (sequence, head) pairs to leave whole, and into how many segments to cut each of the others.
+def choose_segments(pairs: int, nblocks: int, resident: int, most: int) -> tuple[int, int]:
+    """How many (sequence, head) pairs to leave whole, and into how many segments, `most` at most, to cut each other.
 
     Whole pairs fill whole waves of `resident` programs, `nblocks` for each pair; what is left over is cut so that it
     takes least time, where the first pass costs about 0.4 of the second for each token that it reads.
@@ -188,7 +190,7 @@ def choose_segments(pairs: int, nblocks: int, resident: int, slots: int) -> tupl
         last_wave = 0.3 + 0.7 * part if part else 0.0  # programs that are fewer are faster
         return (whole + last_wave) / count + 0.4 * left * (count - 1) / count
 
-    nsegments = min(range(1, max(2, min(_MOST_SEGMENTS, slots // _LEAST_SLOTS) + 1)), key=cost)
+    nsegments = min(range(1, max(2, min(_MOST_SEGMENTS, most) + 1)), key=cost)
     return (pairs, 1) if nsegments == 1 else (first_pair, nsegments)
 
 
@@ -301,30 +303,16 @@ def _plan(
     nvectors = VECTORS if split_sum else VECTORS - 1
     seq_idx_stride = backend.strides(seq_idx, 2)
 
-    block_heads = min(triton.next_power_of_2(nheads), 16)
-    block_dstate = _block(dstate)
-    prepare = backend.Launch(
-        _scan_prepare_kernel,
-        nslots * (ngroups + -(-nheads // block_heads)),
-        (
-            seqlen, nheads, ngroups, nseq, nslots_row, nslots * ngroups, *dt[1], *A[1], *backend.strides(dt_bias, 1),
-            *B_units, *C_units, *seq_idx_stride, float(dt_limit[0]), float(dt_limit[1]), B_stride[3], C_stride[3],
-        ),
-        (
-            dstate, dt_softplus, split_sum, nvectors, config.block_chunk, block_heads, block_dstate, unit, wide,
-            _DOT[dot], precision, early,
-        ),
-    )  # fmt: skip
-
     nblocks_headdim = -(-headdim // config.block_headdim)
     pairs = rows * nheads
     resident = info.multiprocessors * config.programs_per_multiprocessor
     slots_sequence = -(-nslots // rows)
+    most_segments = slots_sequence * config.block_chunk // _LEAST_SEGMENT_TOKENS
     if hopper:
         items_group = nheads // ngroups * nblocks_headdim
         units_group = -(-items_group // 2)
         units = rows * ngroups * units_group
-        first_unit, nsegments = choose_segments(units, 1, info.multiprocessors, slots_sequence)
+        first_unit, nsegments = choose_segments(units, 1, info.multiprocessors, most_segments)
         if items_group % 2 or nblocks_headdim > 2:  # units that begin or end within a head
             first_unit -= first_unit % units_group
             first_pair = first_unit // units_group * (nheads // ngroups)
@@ -333,31 +321,48 @@ def _plan(
         nunits = units - first_unit
     else:
         first_unit = units = nunits = 0
-        first_pair, nsegments = choose_segments(pairs, nblocks_headdim, resident, slots_sequence)
+        first_pair, nsegments = choose_segments(pairs, nblocks_headdim, resident, most_segments)
     npairs = pairs - first_pair
     segment_tile_programs = -(-headdim // config.segment_headdim) * -(-dstate // config.segment_dstate)
     segment_programs = max(1, npairs * (nsegments - 1) * segment_tile_programs)
     segment_slots = -(-slots_sequence // nsegments)
-    nparts_segment = max(1, min(resident // segment_programs, segment_slots // _LEAST_SLOTS))
+    nparts_segment = max(1, min(resident // segment_programs, segment_slots // _LEAST_PART_SLOTS))
     nparts = (nsegments - 1) * nparts_segment
+    block_heads = min(triton.next_power_of_2(nheads), 16)
+    block_dstate = _block(dstate)
+    ngrams, cut = nslots * ngroups, nsegments > 1
+    prepare = backend.Launch(
+        _scan_prepare_kernel,
+        nslots * -(-nheads // block_heads) + (0 if cut else ngrams),
+        (
+            seqlen, nheads, ngroups, nseq, nslots_row, 0 if cut else ngrams, *dt[1], *A[1],
+            *backend.strides(dt_bias, 1), *B_units, *C_units, *seq_idx_stride, float(dt_limit[0]), float(dt_limit[1]),
+            B_stride[3], C_stride[3],
+        ),
+        (
+            dstate, dt_softplus, split_sum, nvectors, config.block_chunk, block_heads, block_dstate, unit, wide,
+            _DOT[dot], precision, early,
+        ),
+    )  # fmt: skip
     launches = [(prepare, "dt A dt_bias B C seq_idx cu_seqlens vectors exits gram gram_log2")]
-    if nsegments > 1:
+    if cut:
         segment = backend.Launch(
             _scan_segment_kernel,
-            npairs * nparts * segment_tile_programs,
+            npairs * nparts * segment_tile_programs + ngrams,
             (
-                seqlen, nheads, nheads // ngroups, nslots_row, nsegments, nparts_segment, nparts, first_pair, npairs,
-                *x_units, *B_units, x_stride[3], B_stride[3],
+                seqlen, nheads, ngroups, nseq, nslots_row, nsegments, nparts_segment, nparts, first_pair, npairs,
+                npairs * nparts * segment_tile_programs, *x_units, *B_units, *C_units, *seq_idx_stride, x_stride[3],
+                B_stride[3], C_stride[3],
             ),
             (
                 headdim, dstate, nvectors, config.block_chunk, config.segment_headdim, config.segment_dstate,
-                config.segment_pair, compensated, unit, wide, use_tma, _DOT[dot], precision, config.segment.num_stages,
-                early,
+                block_dstate, config.segment_pair, compensated, unit, wide, use_tma, _DOT[dot], precision,
+                config.segment.num_stages, early,
             ),
             config.segment,
             early=early,
         )  # fmt: skip
-        launches.append((segment, "x B cu_seqlens vectors exits part_states part_decays"))
+        launches.append((segment, "x B C seq_idx cu_seqlens vectors exits gram gram_log2 part_states part_decays"))
     D_stride = (*backend.strides(D, 2), 0)[:2]
     initial_stride = backend.strides(initial_states, 4)
     sizes = (seqlen, nheads, ngroups, nslots_row, nsegments, nparts_segment, nparts)
