@@ -110,7 +110,7 @@ def test_tokens_of_different_size(hopper: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "item", "heads", "tokens"), [(0, 1, (1, 2), (0, 576)), (2, 0, (2, 3), (576, 1088))]
+    ("program", "item", "heads", "tokens"), [(0, 1, (1, 2), (0, 640)), (2, 0, (2, 3), (640, 1088))]
 )
 def test_a_flag_stands_for_its_item(
     hopper: Any, program: int, item: int, heads: tuple[int, int], tokens: tuple[int, int]

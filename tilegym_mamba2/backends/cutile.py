@@ -10,6 +10,7 @@ Host time often outweighs that of the kernels. So an op keeps its launches, for 
 
 import ctypes
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import itertools
@@ -222,16 +223,21 @@ class Launches:
         base = memory.data_ptr()
         pieces = [Piece(base + offset, layout) for offset, _, _, layout in self._pieces]
         arrays = (*tensors, *results, *pieces, ABSENT)
-        steps = self._steps
-        if steps is None:
-            steps = self._steps = [
+        if self._steps is None:
+            self._steps = [
                 (launch.grid, *launch.prepared(pick(arrays)), pick, _DEPENDENT[launch.dependent])
                 for launch, pick in self._launches
             ]
-        launch, stream = _launcher(), _torch_c._cuda_getCurrentRawStream(index)
-        for grid, variant, values, pick, options in steps:
-            launch(stream, grid, variant, pick(arrays) + values, **options)
+            with _no_collection():
+                self._launch(arrays, index)
+        else:
+            self._launch(arrays, index)
         return results
+
+    def _launch(self, arrays: tuple[Any, ...], index: int) -> None:
+        launch, stream = _launcher(), _torch_c._cuda_getCurrentRawStream(index)
+        for grid, variant, values, pick, options in cast(list[Any], self._steps):
+            launch(stream, grid, variant, pick(arrays) + values, **options)
 
     def _watch(self, tensors: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
         """What a call does when kernels are interpreted or recorded."""
@@ -246,6 +252,18 @@ class Launches:
         for launch, pick in self._launches:
             launch(pick(arrays))
         return results
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """Collects no garbage: to look at all objects again and again takes a third of the time of compiling kernels."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

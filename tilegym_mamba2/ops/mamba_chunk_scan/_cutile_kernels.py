@@ -388,6 +388,7 @@ def _scan_kernel(
     whole: int,  # units that are not cut
     nsegments: int,  # of each other unit
     parts_per_segment: int,
+    skew: int,  # of segments; see _segments.py
     nchunks: int,
     BLOCK_HEADDIM: ct.Constant[int],
     BLOCK_DSTATE: ct.Constant[int],
@@ -396,12 +397,13 @@ def _scan_kernel(
     GATED: ct.Constant[bool],
     HAS_INITIAL: ct.Constant[bool],
     SEGMENTED: ct.Constant[bool],
+    OWN_ENTRY: ct.Constant[bool],
     ISOLATED: ct.Constant[bool],
     VARLEN: ct.Constant[bool],
     COMPENSATED: ct.Constant[bool],
     OPERAND: ct.Constant[int],
 ):
-    if SEGMENTED:
+    if SEGMENTED or OWN_ENTRY:
         # Unsegmented it is launched when all before it has ended.
         ct.grid_dependency_control_wait()
     nheads = x.shape[2]
@@ -409,7 +411,7 @@ def _scan_kernel(
     unit = ct.bid(0)
     segment = 0
     segments = 1
-    if SEGMENTED and ct.bid(0) >= whole:
+    if (SEGMENTED or OWN_ENTRY) and ct.bid(0) >= whole:
         unit = whole + (ct.bid(0) - whole) // nsegments
         segment = (ct.bid(0) - whole) % nsegments
         segments = nsegments
@@ -451,7 +453,21 @@ def _scan_kernel(
     else:
         skip = ct.zeros((1, 1), ct.float32)
 
-    for chunk in range(segment * nchunks // segments, (segment + 1) * nchunks // segments):
+    walk_first = segment * nchunks // segments
+    walk_stop = (segment + 1) * nchunks // segments
+    if OWN_ENTRY:
+        size = ct.cdiv(nchunks, segments)
+        after = segment + 1
+        walk_first = ct.minimum(segment * size + segment * (segments - segment) * skew // 256, nchunks)
+        walk_stop = ct.minimum(after * size + after * (segments - after) * skew // 256, nchunks)
+        for chunk in range(walk_first):
+            decay = _decays_of_chunk(decays, batch, head, chunk, PRECISE, 8)
+            x_tile = _tokens(x, batch, chunk * CHUNK, head, head_block, BLOCK_HEADDIM, False)
+            B_tile = _tokens(B, batch, chunk * CHUNK, group, 0, BLOCK_DSTATE, False)
+            factor = ct.extract(decay, (FROM_ENTRY, CHUNK - 1), (1, 1))
+            x_t = x_tile.transpose().astype(ct.float32)  # (BLOCK_HEADDIM, CHUNK)
+            state = _next_state(state, x_t, B_tile, _row(decay, TO_END), factor, ISOLATED, COMPENSATED, OPERAND)
+    for chunk in range(walk_first, walk_stop):
         start = first + chunk * CHUNK
         # The order of these loads is that in which the copies are issued: that in which their memory is released.
         C_tile = _tokens(C, batch, start, group, 0, BLOCK_DSTATE, VARLEN)  # (CHUNK, BLOCK_DSTATE)
@@ -509,4 +525,4 @@ def _scan_kernel(
 
     if segment == segments - 1:
         state = state.reshape((1, 1, BLOCK_HEADDIM, BLOCK_DSTATE))
-        ct.store(final_states, (row, head, head_block, 0), state, allow_tma=not SEGMENTED)
+        ct.store(final_states, (row, head, head_block, 0), state, allow_tma=not (SEGMENTED or OWN_ENTRY))

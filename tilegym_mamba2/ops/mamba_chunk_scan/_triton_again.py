@@ -13,7 +13,7 @@ from tilegym_mamba2.ops.mamba_chunk_scan._triton_output import scan_item
 
 @triton.jit(
     do_not_specialize=[
-        "seqlen", "nheads", "ngroups", "nslots_row", "nsegments", "nparts_segment", "nparts", "first_pair",
+        "seqlen", "nheads", "ngroups", "nslots_row", "nsegments", "nparts_segment", "nparts", "skew", "first_pair",
         "first_unit", "nunits", "nflags", "stride_x_batch", "stride_x_token", "stride_x_head", "stride_B_batch",
         "stride_B_token", "stride_B_group", "stride_C_batch", "stride_C_token", "stride_C_group", "stride_z_batch",
         "stride_z_token", "stride_z_head", "stride_D_head", "stride_D_headdim", "stride_initial_batch",
@@ -46,6 +46,7 @@ def _scan_again_kernel(
     nsegments: tl.int32,
     nparts_segment: tl.int32,
     nparts: tl.int32,
+    skew: tl.int32,
     first_pair: tl.int32,
     first_unit: tl.int32,
     nunits: tl.int32,
@@ -118,7 +119,7 @@ def _scan_again_kernel(
                 scan_item(
                     pair, segment, segments, headdim_first, x_ptr, B_ptr, C_ptr, z_ptr, D_ptr, initial_ptr, seq_idx_ptr,
                     cu_seqlens_ptr, gram_ptr, gram_log2_ptr, vectors_ptr, exit_ptr, part_states_ptr, part_decay_ptr,
-                    out_ptr, final_ptr, seqlen, nheads, ngroups, nslots_row, nparts_segment, nparts, first_pair,
+                    out_ptr, final_ptr, seqlen, nheads, ngroups, nslots_row, nparts_segment, nparts, skew, first_pair,
                     stride_x_batch, stride_x_token, stride_x_head, stride_B_batch, stride_B_token, stride_B_group,
                     stride_C_batch, stride_C_token, stride_C_group, stride_z_batch, stride_z_token, stride_z_head,
                     stride_D_head, stride_D_headdim, stride_initial_batch, stride_initial_head, stride_initial_headdim,

@@ -19,6 +19,13 @@ VECTORS = 5
 
 
 @triton.jit
+def segment_first(segment, nsegments, nslots, skew):
+    """The first slot of a segment, relative to its sequence; that of segment `nsegments` is the end."""
+    equal = segment * tl.cdiv(nslots, nsegments)
+    return tl.minimum(equal + (segment * (nsegments - segment) * skew >> 8), nslots)
+
+
+@triton.jit
 def slots_of_sequence(cu_seqlens_ptr, sequence, seqlen, nslots_row, BLOCK_CHUNK: tl.constexpr, PACKED: tl.constexpr):
     """A sequence's batch row, first token in it, length, first slot and number of slots."""
     if PACKED:

@@ -96,7 +96,7 @@ def _fetch(
         stride_C_token, gram_base, gram_log2_base, vectors_base,
     ) = sources  # fmt: skip
     x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring = rings
-    walk_first, walk_stop, length, nslots, head_0, head_1, headdim_0, headdim_1, nheads, group, ngroups = places
+    enter, walk_first, walk_stop, length, nslots, head_0, head_1, headdim_0, headdim_1, nheads, group, ngroups = places
     SIZE: gl.constexpr = _VECTORS * _CHUNK
     vectors = tma.make_tensor_descriptor(
         vectors_base, shape=[nslots * nheads * SIZE], strides=[1], block_shape=[SIZE], layout=_VECTOR
@@ -122,16 +122,29 @@ def _fetch(
         z_1 = _tiles(z_base + head_1 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
     if EARLY:
         _wait_for_previous()
+    NBYTES_STATE: gl.constexpr = B.block_type.nbytes + _ITEMS * (x_0.block_type.nbytes + vectors.block_type.nbytes)
     NBYTES: gl.constexpr = (
-        B.block_type.nbytes
+        NBYTES_STATE
         + C.block_type.nbytes
         + gram.block_type.nbytes
         + gram_log2.block_type.nbytes
-        + _ITEMS * (x_0.block_type.nbytes + vectors.block_type.nbytes)
         + (_ITEMS * x_0.block_type.nbytes if HAS_Z else 0)
     )
+    for c in range(enter, walk_first):
+        index = c - enter
+        stage = index % STAGES
+        mbarrier.wait(empty.index(stage), ((index // STAGES) & 1) ^ 1)
+        ready = full.index(stage)
+        first = c * _CHUNK
+        item = stage * 2
+        mbarrier.expect(ready, NBYTES_STATE)
+        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_0) * SIZE], ready, vector_ring.index(item))
+        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_1) * SIZE], ready, vector_ring.index(item + 1))
+        tma.async_copy_global_to_shared(x_0, [first, column_0], ready, x_ring.index(item))
+        tma.async_copy_global_to_shared(x_1, [first, column_1], ready, x_ring.index(item + 1))
+        tma.async_copy_global_to_shared(B, [first, 0], ready, B_ring.index(stage))
     for c in range(walk_first, walk_stop):
-        index = c - walk_first
+        index = c - enter
         stage = index % STAGES
         mbarrier.wait(empty.index(stage), ((index // STAGES) & 1) ^ 1)
         ready = full.index(stage)
@@ -237,7 +250,7 @@ def _walk(
     """Four warps with the state of one item: writes its outputs, and its final state."""
     x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring = rings
     weight_ring, y_ring = tiles
-    walk_first, walk_stop, length, nheads, headdim_first = places
+    enter, walk_first, walk_stop, length, nheads, headdim_first = places
     (
         initial_ptr, stride_initial_headdim, stride_initial_dstate, part_states_ptr, part_decay_ptr, nparts_before,
         final_ptr, is_last, flag_ptr, stride_D_headdim,
@@ -269,15 +282,34 @@ def _walk(
         row = headdim_first + gl.arange(0, _HEADDIM, gl.SliceLayout(1, _ACC_CHUNK))
         D = gl.load(D_ptr + row * stride_D_headdim, mask=row < HEADDIM, other=0.0).to(gl.float32)[:, None]
 
+    for index in range(walk_first - enter):
+        stage = index % STAGES
+        mbarrier.wait(full.index(stage), (index // STAGES) & 1)
+        vectors = vector_ring.index(stage * 2 + ITEM)
+        x = x_ring.index(stage * 2 + ITEM).permute((1, 0)).load(_LEFT)  # (headdim, chunk)
+        to_exit = vectors.slice(_TO_EXIT * _CHUNK, _CHUNK).load(gl.SliceLayout(0, _LEFT))[None, :]
+        weighted = (_widen(x) * to_exit).to(DOT)  # (headdim, chunk)
+        decay = vectors.slice(_FROM_ENTRY * _CHUNK + _CHUNK - 1, 1).load(gl.SliceLayout(0, ACC_STATE))[None, :]
+        state = warpgroup_mma(weighted, B_ring.index(stage), state * decay, is_async=True)
+        if COMPENSATED:
+            again = _copy(x).to(gl.float32) * to_exit
+            state = warpgroup_mma(
+                (again - again.to(DOT).to(gl.float32)).to(DOT), B_ring.index(stage), state, is_async=True
+            )
+        state = warpgroup_mma_wait(0, deps=(state,))
+        mbarrier.arrive(empty.index(stage), count=1)
+
     zeros = gl.zeros([_HEADDIM, _CHUNK], gl.float32, _ACC_CHUNK)
     if walk_first < walk_stop:
-        mbarrier.wait(full.index(0), 0)
-        weight = _weights(gram_ring.index(0), log2_ring.index(0), vector_ring.index(ITEM), DOT)
-        weight_ring.index(ITEM * 2).store(weight)
+        index = walk_first - enter
+        stage = index % STAGES
+        mbarrier.wait(full.index(stage), (index // STAGES) & 1)
+        weight = _weights(gram_ring.index(stage), log2_ring.index(stage), vector_ring.index(stage * 2 + ITEM), DOT)
+        weight_ring.index(ITEM * 2 + (index & 1)).store(weight)
         fence_async_shared()
         _barrier()
     for c in range(walk_first, walk_stop):
-        index = c - walk_first
+        index = c - enter
         stage = index % STAGES
         half = index & 1
         vectors = vector_ring.index(stage * 2 + ITEM)
@@ -296,7 +328,7 @@ def _walk(
         state = warpgroup_mma(weighted, B, state, is_async=True)
 
         # The weights of the next block; after the last one they are those of the last again, and of no use.
-        ahead = gl.minimum(index + 1, walk_stop - walk_first - 1)
+        ahead = gl.minimum(index + 1, walk_stop - enter - 1)
         stage_ahead = ahead % STAGES
         mbarrier.wait(full.index(stage_ahead), (ahead // STAGES) & 1)
         tma.store_wait(0)
@@ -335,8 +367,8 @@ def _walk(
 
 @gluon.jit(
     do_not_specialize=[
-        "seqlen", "nheads", "ngroups", "nslots_row", "nsegments", "nparts_segment", "nparts", "first_unit", "nunits",
-        "first_pair", "stride_x_batch", "stride_x_token", "stride_x_head", "stride_B_batch", "stride_B_token",
+        "seqlen", "nheads", "ngroups", "nslots_row", "nsegments", "nparts_segment", "nparts", "skew", "first_unit",
+        "nunits", "first_pair", "stride_x_batch", "stride_x_token", "stride_x_head", "stride_B_batch", "stride_B_token",
         "stride_B_group", "stride_C_batch", "stride_C_token", "stride_C_group", "stride_z_batch", "stride_z_token",
         "stride_z_head", "stride_D_head", "stride_D_headdim", "stride_initial_batch", "stride_initial_head",
         "stride_initial_headdim", "stride_initial_dstate",
@@ -365,6 +397,7 @@ def _scan_hopper_kernel(
     nsegments: gl.int32,
     nparts_segment: gl.int32,
     nparts: gl.int32,
+    skew: gl.int32,
     first_unit: gl.int32,
     nunits: gl.int32,
     first_pair: gl.int32,
@@ -435,8 +468,13 @@ def _scan_hopper_kernel(
         slot = row * nslots_row
         nslots = nslots_row
     segment_slots = (nslots + nsegments - 1) // nsegments
-    walk_first = gl.minimum(segment * segment_slots, nslots)
-    walk_stop = gl.minimum(walk_first + segment_slots, nslots)
+    walk_first = gl.minimum(segment * segment_slots + (segment * (nsegments - segment) * skew >> 8), nslots)
+    segment_after = segment + 1
+    walk_stop = segment_after * segment_slots + (segment_after * (nsegments - segment_after) * skew >> 8)
+    walk_stop = gl.minimum(walk_stop, nslots)
+    enter = walk_first
+    if nparts_segment == 0:
+        enter = 0
 
     x_base = x_ptr + row * stride_x_batch + begin * stride_x_token
     out_base = out_ptr + (row * seqlen + begin) * nheads * HEADDIM
@@ -471,7 +509,20 @@ def _scan_hopper_kernel(
         stride_C_token, gram_base, gram_log2_base, vectors_base,
     )  # fmt: skip
     rings = (x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring)
-    places = (walk_first, walk_stop, length, nslots, head_0, head_1, headdim_0, headdim_1, nheads, group, ngroups)
+    places = (
+        enter,
+        walk_first,
+        walk_stop,
+        length,
+        nslots,
+        head_0,
+        head_1,
+        headdim_0,
+        headdim_1,
+        nheads,
+        group,
+        ngroups,
+    )
     if HAS_INITIAL:
         initial_base = initial_ptr + sequence.to(gl.int64) * stride_initial_batch
         initial_0 = initial_base + head_0 * stride_initial_head
@@ -509,7 +560,7 @@ def _scan_hopper_kernel(
                 _walk,
                 (
                     out_base + head_0 * HEADDIM, rings, (weight_ring, y_ring), full, empty,
-                    (walk_first, walk_stop, length, nheads, headdim_0), states_0, D_0, 0, HEADDIM,
+                    (enter, walk_first, walk_stop, length, nheads, headdim_0), states_0, D_0, 0, HEADDIM,
                     DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES, EARLY,
                 ),
             ),
@@ -517,7 +568,7 @@ def _scan_hopper_kernel(
                 _walk,
                 (
                     out_base + head_1 * HEADDIM, rings, (weight_ring, y_ring), full, empty,
-                    (walk_first, walk_stop, length, nheads, headdim_1), states_1, D_1, 1, HEADDIM,
+                    (enter, walk_first, walk_stop, length, nheads, headdim_1), states_1, D_1, 1, HEADDIM,
                     DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES, EARLY,
                 ),
             ),

@@ -20,9 +20,11 @@ from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import (
     TO_EXIT,
     advance,
     load_tile,
+    segment_first,
     slots_of_sequence,
     tile_source,
 )
+from tilegym_mamba2.ops.mamba_chunk_scan._triton_segment import sum_part
 
 # Larger exponents occur only where the weight is masked to 0, which 2**126 keeps 0 and infinity would make NaN.
 _MAX_LOG2 = tl.constexpr(126.0)
@@ -234,6 +236,7 @@ def scan_item(
     nslots_row,
     nparts_segment,
     nparts,
+    skew,
     first_pair,
     stride_x_batch,
     stride_x_token,
@@ -287,9 +290,8 @@ def scan_item(
     row, begin, length, slot, nslots = slots_of_sequence(
         cu_seqlens_ptr, sequence, seqlen, nslots_row, BLOCK_CHUNK, cu_seqlens_ptr is not None
     )
-    segment_slots = tl.cdiv(nslots, nsegments)
-    walk_first = tl.minimum(segment * segment_slots, nslots)
-    walk_stop = tl.minimum(walk_first + segment_slots, nslots)
+    walk_first = segment_first(segment, nsegments, nslots, skew)
+    walk_stop = segment_first(segment + 1, nsegments, nslots, skew)
 
     x_token = stride_x_token * UNIT
     B_token = stride_B_token * UNIT
@@ -362,8 +364,15 @@ def scan_item(
             initial_base, part_states_ptr, part_decay_ptr, offsets_initial, offsets, inside, first_part,
             segment * nparts_segment, HEADDIM, DSTATE, BLOCK_HEADDIM, BLOCK_DSTATE,
         )  # fmt: skip
+        state *= SCALE
+        if AGAIN and nparts_segment == 0:
+            state, _ = sum_part(
+                state, 0, walk_first, x_source, B_source, vectors_ptr, exit_ptr, slot, length, nheads, head,
+                headdim_first, 0, x_token, B_token, stride_x_headdim, stride_B_dstate, HEADDIM, DSTATE, NVECTORS,
+                BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, 1, COMPENSATED, WIDE, USE_TMA, DOT, PRECISION, 1, True,
+            )  # fmt: skip
         state, _ = _walk(
-            state * SCALE, walk_first, walk_stop, x_source, B_source, C_source, z_base, D, seq_idx_base, gram_ptr,
+            state, walk_first, walk_stop, x_source, B_source, C_source, z_base, D, seq_idx_base, gram_ptr,
             gram_log2_ptr, vectors_ptr, exit_ptr, out_base, out_sink, slot, length, nheads, head, ngroups, group,
             headdim_first, x_token, B_token, C_token, z_token, stride_seq_idx_token, stride_x_headdim, stride_B_dstate,
             stride_C_dstate, stride_z_headdim, HEADDIM, DSTATE, D_ptr is not None, z_ptr is not None,
@@ -466,7 +475,7 @@ def _scan_output_kernel(
     scan_item(
         pair, segment, nsegments, headdim_first, x_ptr, B_ptr, C_ptr, z_ptr, D_ptr, initial_ptr, seq_idx_ptr,
         cu_seqlens_ptr, gram_ptr, gram_log2_ptr, vectors_ptr, exit_ptr, part_states_ptr, part_decay_ptr,
-        out_ptr, final_ptr, seqlen, nheads, ngroups, nslots_row, nparts_segment, nparts, first_pair,
+        out_ptr, final_ptr, seqlen, nheads, ngroups, nslots_row, nparts_segment, nparts, 0, first_pair,
         stride_x_batch, stride_x_token, stride_x_head, stride_B_batch, stride_B_token, stride_B_group,
         stride_C_batch, stride_C_token, stride_C_group, stride_z_batch, stride_z_token, stride_z_head,
         stride_D_head, stride_D_headdim, stride_initial_batch, stride_initial_head, stride_initial_headdim,

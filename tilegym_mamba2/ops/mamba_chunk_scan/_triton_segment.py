@@ -59,7 +59,7 @@ def _first_remembered(exit_ptr, segment_first, segment_stop, nheads):
 
 
 @triton.jit
-def _sum_part(
+def sum_part(
     state,
     part_first,
     part_stop,
@@ -196,14 +196,14 @@ def _write_part(
     if part_stop - part_first > _WORTH_ASKING:
         exits = exit_ptr + slot.to(tl.int64) * nheads + head
         walk_first = tl.maximum(part_first, _first_remembered(exits, segment_first, segment_stop, nheads))
-    state, decay = _sum_part(
+    state, decay = sum_part(
         state, walk_first, part_stop, x_source, B_source, vectors_ptr, exit_ptr, slot, length, nheads, head,
         headdim_first, dstate_first, x_token, B_token, stride_x_headdim, stride_B_dstate, HEADDIM, DSTATE, NVECTORS,
         BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, PAIR, COMPENSATED, WIDE, USE_TMA, DOT, PRECISION, NUM_STAGES, False,
     )  # fmt: skip
     if tl.min(is_finite(state).to(tl.int32)) == 0:
         state = tl.zeros((BLOCK_HEADDIM, BLOCK_DSTATE), tl.float32)
-        state, decay = _sum_part(
+        state, decay = sum_part(
             state, walk_first, part_stop, x_source, B_source, vectors_ptr, exit_ptr, slot, length, nheads, head,
             headdim_first, dstate_first, x_token, B_token, stride_x_headdim, stride_B_dstate, HEADDIM, DSTATE,
             NVECTORS, BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, PAIR, COMPENSATED, WIDE, USE_TMA, DOT, PRECISION, 1,

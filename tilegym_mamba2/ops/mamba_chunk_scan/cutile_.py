@@ -47,6 +47,7 @@ from tilegym_mamba2.backends.cutile import (
     planned,
 )
 from tilegym_mamba2.ops.mamba_chunk_scan import _cutile_kernels as kernels
+from tilegym_mamba2.ops.mamba_chunk_scan._segments import best_skew
 from tilegym_mamba2.problem import float64_reason
 from tilegym_mamba2.registry import register
 
@@ -54,6 +55,7 @@ _ARGUMENTS = "x dt A B C D z dt_bias initial_states seq_idx cu_seqlens"
 _CHUNK = kernels.CHUNK
 _LARGEST_DSTATE = 256
 _PRODUCTS = {BFLOAT16: "bfloat16", TFLOAT32: "tf32", FLOAT32: "float32"}
+_MOST_CHUNKS_OWN_ENTRY = 32  # of rows whose segments find the state that they begin with themselves
 _HEADDIM = 64  # rows of a state that a program owns: what a matrix instruction of Hopper has
 
 
@@ -175,7 +177,8 @@ def _plan(given: Any, dt_softplus: bool, dt_limit: tuple[float, float], operand:
     units = rows * nheads * -(-headdim // _HEADDIM)
     programs = device_info(device).multiprocessors * configuration.resident
     whole, segments, nparts = (units, 1, 1) if varlen else _split(units, programs, nchunks)
-    count = (units - whole) * (segments - 1) * nparts
+    own_entry = segments > 1 and nchunks <= _MOST_CHUNKS_OWN_ENTRY
+    count = 0 if own_entry else (units - whole) * (segments - 1) * nparts
     parts = None
     if count > 0:
         parts = Launch(
@@ -193,11 +196,12 @@ def _plan(given: Any, dt_softplus: bool, dt_limit: tuple[float, float], operand:
         kernels._scan_kernel,
         (whole + (units - whole) * segments,),
         (
-            whole, segments, nparts, nchunks, _HEADDIM, block_dstate, precise, skip, z is not None,
-            initial_states is not None, count > 0, isolated, varlen, compensated, operand,
+            whole, segments, nparts, best_skew(segments, nchunks) if own_entry else 0, nchunks, _HEADDIM, block_dstate,
+            precise, skip, z is not None, initial_states is not None, count > 0, own_entry, isolated, varlen,
+            compensated, operand,
         ),
         configuration.scan,
-        dependent=count > 0,
+        dependent=segments > 1,
     )  # fmt: skip
     scratch = {
         "decays": ((batch, nheads, nslots, kernels.ROWS_PRECISE if precise else kernels.ROWS, _CHUNK), torch.float32),

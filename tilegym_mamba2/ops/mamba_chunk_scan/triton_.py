@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilegym_mamba2.backends import triton as backend
+from tilegym_mamba2.ops.mamba_chunk_scan._segments import best_skew
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_again import _scan_again_kernel
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import VECTORS
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_output import _scan_output_kernel
@@ -51,6 +52,8 @@ _LARGEST_DSTATE = 1024
 _LEAST_SEGMENT_TOKENS = 256
 _LEAST_PART_SLOTS = 8
 _MOST_SEGMENTS = 32
+# Rows of as many tokens at most find the state that a segment begins with in the walk itself.
+_MOST_OWN_TOKENS = 2048
 # Of Triton, whose Gluon changes: those that the kernel for Hopper is written for.
 _GLUON_VERSIONS = ("3.6", "3.7")
 _HOPPER_REGISTERS = 240
@@ -312,7 +315,15 @@ def _plan(
         items_group = nheads // ngroups * nblocks_headdim
         units_group = -(-items_group // 2)
         units = rows * ngroups * units_group
-        first_unit, nsegments = choose_segments(units, 1, info.multiprocessors, most_segments)
+        own = not packed and nslots_row * config.block_chunk <= _MOST_OWN_TOKENS
+        if own:
+            rest = units % info.multiprocessors
+            nsegments = min(info.multiprocessors // rest, nslots_row, _MOST_SEGMENTS) if rest else 1
+            first_unit = units - rest if nsegments > 1 else units
+            skew = best_skew(nsegments, nslots_row)
+        else:
+            first_unit, nsegments = choose_segments(units, 1, info.multiprocessors, most_segments)
+            skew = 0
         if items_group % 2 or nblocks_headdim > 2:  # units that begin or end within a head
             first_unit -= first_unit % units_group
             first_pair = first_unit // units_group * (nheads // ngroups)
@@ -321,16 +332,19 @@ def _plan(
         nunits = units - first_unit
     else:
         first_unit = units = nunits = 0
+        skew, own = 0, False
         first_pair, nsegments = choose_segments(pairs, nblocks_headdim, resident, most_segments)
     npairs = pairs - first_pair
     segment_tile_programs = -(-headdim // config.segment_headdim) * -(-dstate // config.segment_dstate)
     segment_programs = max(1, npairs * (nsegments - 1) * segment_tile_programs)
     segment_slots = -(-slots_sequence // nsegments)
     nparts_segment = max(1, min(resident // segment_programs, segment_slots // _LEAST_PART_SLOTS))
+    if own:
+        nparts_segment = 0
     nparts = (nsegments - 1) * nparts_segment
     block_heads = min(triton.next_power_of_2(nheads), 16)
     block_dstate = _block(dstate)
-    ngrams, cut = nslots * ngroups, nsegments > 1
+    ngrams, cut = nslots * ngroups, nparts > 0
     prepare = backend.Launch(
         _scan_prepare_kernel,
         nslots * -(-nheads // block_heads) + (0 if cut else ngrams),
@@ -381,7 +395,7 @@ def _plan(
             _scan_hopper_kernel,
             hopper_programs,
             (
-                *sizes, first_unit, max(nunits, 1), first_pair, *x_stride[:3], *B_stride[:3], *C_stride[:3],
+                *sizes, skew, first_unit, max(nunits, 1), first_pair, *x_stride[:3], *B_stride[:3], *C_stride[:3],
                 *z_stride[:3], *D_stride, *initial_stride,
             ),
             (
@@ -395,7 +409,7 @@ def _plan(
         again = backend.Launch(
             _scan_again_kernel,
             min(2 * hopper_programs, 2 * info.multiprocessors),
-            (*sizes, first_pair, first_unit, max(nunits, 1), 2 * hopper_programs, *steps),
+            (*sizes, skew, first_pair, first_unit, max(nunits, 1), 2 * hopper_programs, *steps),
             (
                 headdim, dstate, compensated, nvectors, config.block_chunk, config.block_headdim, block_dstate, unit,
                 z_unit, wide, _DOT[dot], early,
