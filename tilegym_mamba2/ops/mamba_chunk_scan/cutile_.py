@@ -55,7 +55,7 @@ _ARGUMENTS = "x dt A B C D z dt_bias initial_states seq_idx cu_seqlens"
 _CHUNK = kernels.CHUNK
 _LARGEST_DSTATE = 256
 _PRODUCTS = {BFLOAT16: "bfloat16", TFLOAT32: "tf32", FLOAT32: "float32"}
-_MOST_CHUNKS_OWN_ENTRY = 32  # of rows whose segments find the state that they begin with themselves
+_MOST_CHUNKS_OWN_ENTRY = 16  # of rows whose segments find the state that they begin with themselves
 _HEADDIM = 64  # rows of a state that a program owns: what a matrix instruction of Hopper has
 
 
