@@ -1,5 +1,6 @@
 """Kernels are prepared at once: each in a thread of its own, on the call's device, and failures are told."""
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -81,3 +82,24 @@ def test_the_device_is_current_in_every_thread(monkeypatch: pytest.MonkeyPatch) 
     second = torch.device("cuda", 1)
     _compile.at_once([lambda: seen.append(current.device)] * 2, second)
     assert seen == [second, second]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_meanwhile(enabled: bool) -> None:
+    """And as before afterwards, even if the compiler raises."""
+    meanwhile: list[bool] = []
+
+    @_compile.no_collection()
+    def compiler() -> None:
+        meanwhile.append(gc.isenabled())
+        raise ValueError("of the compiler")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ValueError, match="of the compiler"):
+            compiler()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert meanwhile == [False]

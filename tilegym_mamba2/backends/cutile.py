@@ -10,7 +10,6 @@ Host time often outweighs that of the kernels. So an op keeps its launches, for 
 
 import ctypes
 import functools
-import gc
 import importlib.metadata
 import importlib.util
 import itertools
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from tilegym_mamba2 import tuning
+from tilegym_mamba2.backends._compile import no_collection
 from tilegym_mamba2.registry import Backend, register_backend
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Launches:
                 (launch.grid, *launch.prepared(pick(arrays)), pick, _DEPENDENT[launch.dependent])
                 for launch, pick in self._launches
             ]
-            with _no_collection():
+            with no_collection():
                 self._launch(arrays, index)
         else:
             self._launch(arrays, index)
@@ -252,18 +252,6 @@ class Launches:
         for launch, pick in self._launches:
             launch(pick(arrays))
         return results
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """Collects no garbage: to look at all objects again and again takes a third of the time of compiling kernels."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tilegym_mamba2 import tuning
-from tilegym_mamba2.backends._compile import at_once
+from tilegym_mamba2.backends._compile import at_once, no_collection
 from tilegym_mamba2.registry import Backend, register_backend
 
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
@@ -264,7 +264,8 @@ class Launches(_Runnable):
         values = (*tensors, *made, *self._dtypes)
         end = self._offsets[-1]
         steps: list[tuple[Any, Any, int]] = []
-        self._compile(values, alignment, device)
+        with no_collection():
+            self._compile(values, alignment, device)
         for position, (launch, indices) in enumerate(self._launches):
             pick = operator.itemgetter(*indices)
             # Not the first: another call's launches may still use the memory.

@@ -5,7 +5,8 @@
 A program owns a segment for two items of a group, an item being 64 rows of headdim of one head. One warp fetches tiles
 into a ring in shared memory; four warps for each item hold its state in registers and walk along the same tokens, so
 that B, C and the gram are fetched once for both. While the tensor cores work on all products of a block, its warps
-compute the weights of the next one.
+compute the weights of the next one. Where no kernel has made the states of parts, a segment first makes its entry
+state, of x and B from the sequence's beginning on.
 """
 
 import triton.experimental.gluon.language as gl
@@ -472,9 +473,7 @@ def _scan_hopper_kernel(
     segment_after = segment + 1
     walk_stop = segment_after * segment_slots + (segment_after * (nsegments - segment_after) * skew >> 8)
     walk_stop = gl.minimum(walk_stop, nslots)
-    enter = walk_first
-    if nparts_segment == 0:
-        enter = 0
+    enter = walk_first if nparts_segment > 0 else 0  # from there to walk_first, without parts, the state alone is made
 
     x_base = x_ptr + row * stride_x_batch + begin * stride_x_token
     out_base = out_ptr + (row * seqlen + begin) * nheads * HEADDIM

@@ -365,7 +365,7 @@ def scan_item(
             segment * nparts_segment, HEADDIM, DSTATE, BLOCK_HEADDIM, BLOCK_DSTATE,
         )  # fmt: skip
         state *= SCALE
-        if AGAIN and nparts_segment == 0:
+        if AGAIN and nparts_segment == 0:  # there are no parts: the first walk has made its entry state itself
             state, _ = sum_part(
                 state, 0, walk_first, x_source, B_source, vectors_ptr, exit_ptr, slot, length, nheads, head,
                 headdim_first, 0, x_token, B_token, stride_x_headdim, stride_B_dstate, HEADDIM, DSTATE, NVECTORS,

@@ -6,17 +6,18 @@ In chunks of 64 tokens, with a[i] = sum(d[j] * A for j <= i) inside the chunk an
     W[i, j] = (C[i] . B[j]) * exp(a[i] - a[j]) * d[j]
     S' = exp(a[63]) * S + sum(exp(a[63] - a[j]) * d[j] * x[j] (outer) B[j])
 
-Three kernels, or two where the heads fill the GPU:
+Three kernels, or two where the heads fill the GPU or rows are short:
 
 1. `_prepare_kernel`: per chunk and head d and a, exp(a[i]), and d[j] * exp(a[63] - a[j]); a program owns a chunk of a
    few heads. Or C[i] . B[j] for j <= i, once for all heads of a group; a program owns a chunk of a group.
 2. `_part_states_kernel`: what each part of a sequence adds to the state, so that several programs can share one
-   sequence. It re-reads x and B of all but the last segment.
+   sequence. It re-reads x and B of all but the last segment. In short rows this kernel would take longer than its work:
+   there, each segment finds its entry state itself.
 3. `_scan_kernel`: a program owns a tile of headdim of one head, for a sequence or a segment of one, and walks its
    chunks. Each reads x, z and the decays once; B, C and the products come again for each head of the group, from L2.
 
-The second, and the third if the second ran, are launched early and wait themselves for the end of the kernel before,
-which has waited likewise. The first is not: it may overwrite what an earlier call still reads.
+Where sequences are cut, the kernels after the first are launched early and wait themselves for the end of the kernel
+before, which has waited likewise. The first is not: it may overwrite what an earlier call still reads.
 
 The products are transposed, y.T = S C.T + x.T W.T and S = x.T B, so that S, the accumulator of one product, is the left
 operand of the other without leaving its registers. Runs of seq_idx need nothing of the scan kernel but selections:
@@ -55,7 +56,7 @@ _ARGUMENTS = "x dt A B C D z dt_bias initial_states seq_idx cu_seqlens"
 _CHUNK = kernels.CHUNK
 _LARGEST_DSTATE = 256
 _PRODUCTS = {BFLOAT16: "bfloat16", TFLOAT32: "tf32", FLOAT32: "float32"}
-_MOST_CHUNKS_OWN_ENTRY = 16  # of rows whose segments find the state that they begin with themselves
+_MOST_CHUNKS_OWN_ENTRY = 16  # of rows whose segments find their entry states themselves
 _HEADDIM = 64  # rows of a state that a program owns: what a matrix instruction of Hopper has
 
 
@@ -177,7 +178,7 @@ def _plan(given: Any, dt_softplus: bool, dt_limit: tuple[float, float], operand:
     units = rows * nheads * -(-headdim // _HEADDIM)
     programs = device_info(device).multiprocessors * configuration.resident
     whole, segments, nparts = (units, 1, 1) if varlen else _split(units, programs, nchunks)
-    own_entry = segments > 1 and nchunks <= _MOST_CHUNKS_OWN_ENTRY
+    own_entry = segments > 1 and nchunks <= _MOST_CHUNKS_OWN_ENTRY and dstate <= 128
     count = 0 if own_entry else (units - whole) * (segments - 1) * nparts
     parts = None
     if count > 0:

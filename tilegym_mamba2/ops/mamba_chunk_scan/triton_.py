@@ -19,7 +19,8 @@ headdim over 32, dstate over 32 and at most 128, both multiples of 8, no negativ
 and Triton 3.6 or 3.7.
 
 3. `_scan_hopper_kernel`, program = (segment, sequence, two heads or blocks of headdim): the same walk in Gluon. It is
-   done once; where it met something not finite, a flag is set.
+   done once; where it met something not finite, a flag is set. Segments of short rows find their entry states
+   themselves, without kernel 2.
 4. `_scan_again_kernel`: the second walk, where a flag is set.
 
 Everything is kept transposed, (headdim, token), so that the state is a left operand straight from its registers.
@@ -52,8 +53,8 @@ _LARGEST_DSTATE = 1024
 _LEAST_SEGMENT_TOKENS = 256
 _LEAST_PART_SLOTS = 8
 _MOST_SEGMENTS = 32
-# Rows of as many tokens at most find the state that a segment begins with in the walk itself.
-_MOST_OWN_TOKENS = 2048
+# Of rows in which the walk for Hopper finds the entry states of its segments itself.
+_MOST_TOKENS_OWN_ENTRY = 2048
 # Of Triton, whose Gluon changes: those that the kernel for Hopper is written for.
 _GLUON_VERSIONS = ("3.6", "3.7")
 _HOPPER_REGISTERS = 240
@@ -315,8 +316,8 @@ def _plan(
         items_group = nheads // ngroups * nblocks_headdim
         units_group = -(-items_group // 2)
         units = rows * ngroups * units_group
-        own = not packed and nslots_row * config.block_chunk <= _MOST_OWN_TOKENS
-        if own:
+        own_entry = not packed and nslots_row * config.block_chunk <= _MOST_TOKENS_OWN_ENTRY
+        if own_entry:
             rest = units % info.multiprocessors
             nsegments = min(info.multiprocessors // rest, nslots_row, _MOST_SEGMENTS) if rest else 1
             first_unit = units - rest if nsegments > 1 else units
@@ -332,14 +333,14 @@ def _plan(
         nunits = units - first_unit
     else:
         first_unit = units = nunits = 0
-        skew, own = 0, False
+        skew, own_entry = 0, False
         first_pair, nsegments = choose_segments(pairs, nblocks_headdim, resident, most_segments)
     npairs = pairs - first_pair
     segment_tile_programs = -(-headdim // config.segment_headdim) * -(-dstate // config.segment_dstate)
     segment_programs = max(1, npairs * (nsegments - 1) * segment_tile_programs)
     segment_slots = -(-slots_sequence // nsegments)
     nparts_segment = max(1, min(resident // segment_programs, segment_slots // _LEAST_PART_SLOTS))
-    if own:
+    if own_entry:
         nparts_segment = 0
     nparts = (nsegments - 1) * nparts_segment
     block_heads = min(triton.next_power_of_2(nheads), 16)
