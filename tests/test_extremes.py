@@ -94,3 +94,25 @@ def test_what_a_long_row_remembers(
     inputs = make_inputs(dtype, DEVICE, **sizes, seqlen=seqlen, decay=decay, initial_states=True)
     for got, want in zip(scan(inputs, backend), oracle_scan(**inputs), strict=False):
         assert relative_error(got, want) <= budget(dtype)
+
+
+@pytest.mark.parametrize("decay", [(1e-4, 1e-2), (0.01, 1.0)], ids=str)
+def test_what_a_sequence_remembers_of_itself(backend: str, decay: tuple[float, float]) -> None:
+    """All since the boundary in a row that kernels cut, and nothing before it."""
+    sizes: dict[str, Any] = {"batch": 1, "nheads": 1, "headdim": 16, "ngroups": 1, "dstate": 16, "chunk_size": 64}
+    ids = ((0, 1234, 1, 1266),)
+    inputs = make_inputs(torch.float32, DEVICE, **sizes, seqlen=2500, decay=decay, initial_states=True, seq_idx=ids)
+    for got, want in zip(scan(inputs, backend), oracle_scan(**inputs), strict=False):
+        assert relative_error(got, want) <= budget(torch.float32)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="interpreters take minutes for a row that a GPU's multiprocessors share")
+@pytest.mark.parametrize("boundary", [False, True], ids=["whole", "boundary"])
+@pytest.mark.parametrize("decay", [(1e-5, 1e-3), (0.01, 0.1), (0.1, 3.0)], ids=str)
+def test_what_a_long_row_remembers_on_a_gpu(backend: str, decay: tuple[float, float], boundary: bool) -> None:
+    """Parts of the kernels for bfloat16 that are long enough to be asked what is remembered of them."""
+    sizes: dict[str, Any] = {"batch": 4, "nheads": 8, "headdim": 64, "ngroups": 1, "dstate": 128, "chunk_size": 64}
+    ids = ((3, 7000, 5, 16384 - 7000),) * 4 if boundary else None
+    inputs = make_inputs(bf16, DEVICE, **sizes, seqlen=16384, decay=decay, seq_idx=ids)
+    for got, want in zip(scan(inputs, backend), oracle_scan(**inputs), strict=False):
+        assert relative_error(got, want) <= budget(bf16)

@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def no_collection() -> Generator[None]:
-    """Collects no garbage: to look at all objects again and again takes a third of the time of compiling kernels."""
+    """Collects no garbage: a compiler's many objects have all objects, torch's too, looked at again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -104,8 +104,8 @@ def advance_state(
 def wait_for_previous(EARLY: tl.constexpr):
     """If EARLY, waits until the launches before this one have ended and what they wrote is visible.
 
-    A kernel that `Launch(early=True)` says may begin while they run calls it in every program, before it reads or
-    writes anything that they touch.
+    A kernel that `Launch(early=True)` says may begin while they run calls it in every program that reads or writes
+    anything that they touch, before that, and in one program at least.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()

@@ -3,7 +3,7 @@
     a[t] = sum(d[s] * A for s <= t in t's block),   gram[i, j] = C[i] . B[j] for j <= i in i's run of seq_idx, else 0
 
 A program owns the vectors of a slot's block for several heads, or its gram for a group; dt, B and C are read once.
-Where sequences are cut, the kernel of the parts makes the gram, which only the kernel after that one reads.
+Where there is a kernel of the parts, it makes the gram, which only the kernel after it reads.
 
 A float16 gram is gram[i, j] / 2**gram_log2[i], whose largest in a row is at least 2**14 and below 2**15. So a row does
 not lose by the size of others, and its elements keep float16's 11 bits down to 2**-29 of its largest.

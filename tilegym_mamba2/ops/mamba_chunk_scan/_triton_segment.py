@@ -3,9 +3,8 @@
     H = exp(a[last]) * H + sum(exp(a[last] - a[j]) * d[j] * x[j] (outer) B[j] for j), from H = 0, block after block
 
 A program owns a part, for a head and a tile of the state. x is read again for each tile of dstate, B for each head and
-tile of headdim. Parts are few and wait for memory most of the time, so that the grams, which programs of their own make
-as elsewhere the kernel before this one does, cost little beside them. Tokens whose decay to the end of the segment is 0
-as a float32 are not read.
+tile of headdim. Parts are few and wait for memory most of the time: so this kernel makes the grams too, in programs of
+their own. Blocks of long parts that the segment's end has forgotten, their decay being 0 as a float32, are not read.
 """
 
 import triton
@@ -296,7 +295,7 @@ def _scan_segment_kernel(
             PAIR, COMPENSATED, UNIT, WIDE, USE_TMA, DOT, PRECISION, NUM_STAGES, EARLY,
         )  # fmt: skip
     else:
-        # Nothing of it depends on the launch before, so it does not wait.
+        # Nothing of it depends on the launch before, so it does not wait; parts do, so that this launch ends after it.
         slot = (program - nprograms) // ngroups
         group = ((program - nprograms) % ngroups).to(tl.int64)
         row, begin, first, stop = block_of_slot(

@@ -181,7 +181,7 @@ def _products(dot: torch.dtype, exact: bool) -> str:
 
 
 def choose_segments(pairs: int, nblocks: int, resident: int, most: int) -> tuple[int, int]:
-    """How many (sequence, head) pairs to leave whole, and into how many segments, `most` at most, to cut each other.
+    """How many (sequence, head) pairs to leave whole, and into how many segments to cut each other one, `most` at most.
 
     Whole pairs fill whole waves of `resident` programs, `nblocks` for each pair; what is left over is cut so that it
     takes least time, where the first pass costs about 0.4 of the second for each token that it reads.
