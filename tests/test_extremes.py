@@ -84,26 +84,28 @@ def test_odd_numbers_of_heads(backend: str, nheads: int, headdim: int, ngroups: 
         assert relative_error(got, want) <= budget(bf16)
 
 
+def check_what_is_remembered(backend: str, dtype: torch.dtype, **options: Any) -> None:
+    inputs = make_inputs(dtype, DEVICE, **{"batch": 1, "nheads": 1, "ngroups": 1, "chunk_size": 64, **options})
+    for got, want in zip(scan(inputs, backend), oracle_scan(**inputs), strict=False):
+        assert relative_error(got, want) <= budget(dtype)
+
+
 @pytest.mark.parametrize("decay", [(1e-4, 1e-2), (0.01, 1.0), (0.3, 3.0), (5.0, 500.0)], ids=str)
 @pytest.mark.parametrize(("seqlen", "dtype", "size"), [(800, bf16, 64), (2500, torch.float32, 16)], ids=str)
 def test_what_a_long_row_remembers(
     backend: str, seqlen: int, dtype: torch.dtype, size: int, decay: tuple[float, float]
 ) -> None:
     """All of it, a part, a few tokens or none: kernels cut rows, and may leave out what they find to be forgotten."""
-    sizes: dict[str, Any] = {"batch": 1, "nheads": 1, "headdim": size, "ngroups": 1, "dstate": size, "chunk_size": 64}
-    inputs = make_inputs(dtype, DEVICE, **sizes, seqlen=seqlen, decay=decay, initial_states=True)
-    for got, want in zip(scan(inputs, backend), oracle_scan(**inputs), strict=False):
-        assert relative_error(got, want) <= budget(dtype)
+    check_what_is_remembered(backend, dtype, headdim=size, dstate=size, seqlen=seqlen, decay=decay, initial_states=True)
 
 
 @pytest.mark.parametrize("decay", [(1e-4, 1e-2), (0.01, 1.0)], ids=str)
 def test_what_a_sequence_remembers_of_itself(backend: str, decay: tuple[float, float]) -> None:
     """All since the boundary in a row that kernels cut, and nothing before it."""
-    sizes: dict[str, Any] = {"batch": 1, "nheads": 1, "headdim": 16, "ngroups": 1, "dstate": 16, "chunk_size": 64}
-    ids = ((0, 1234, 1, 1266),)
-    inputs = make_inputs(torch.float32, DEVICE, **sizes, seqlen=2500, decay=decay, initial_states=True, seq_idx=ids)
-    for got, want in zip(scan(inputs, backend), oracle_scan(**inputs), strict=False):
-        assert relative_error(got, want) <= budget(torch.float32)
+    check_what_is_remembered(
+        backend, torch.float32, headdim=16, dstate=16, seqlen=2500, decay=decay, initial_states=True,
+        seq_idx=((0, 1234, 1, 1266),),
+    )  # fmt: skip
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="interpreters take minutes for a row that a GPU's multiprocessors share")
@@ -111,8 +113,7 @@ def test_what_a_sequence_remembers_of_itself(backend: str, decay: tuple[float, f
 @pytest.mark.parametrize("decay", [(1e-5, 1e-3), (0.01, 0.1), (0.1, 3.0)], ids=str)
 def test_what_a_long_row_remembers_on_a_gpu(backend: str, decay: tuple[float, float], boundary: bool) -> None:
     """Parts of the kernels for bfloat16 that are long enough to be asked what is remembered of them."""
-    sizes: dict[str, Any] = {"batch": 4, "nheads": 8, "headdim": 64, "ngroups": 1, "dstate": 128, "chunk_size": 64}
     ids = ((3, 7000, 5, 16384 - 7000),) * 4 if boundary else None
-    inputs = make_inputs(bf16, DEVICE, **sizes, seqlen=16384, decay=decay, seq_idx=ids)
-    for got, want in zip(scan(inputs, backend), oracle_scan(**inputs), strict=False):
-        assert relative_error(got, want) <= budget(bf16)
+    check_what_is_remembered(
+        backend, bf16, batch=4, nheads=8, headdim=64, dstate=128, seqlen=16384, decay=decay, seq_idx=ids
+    )

@@ -308,6 +308,39 @@ def _row(decays, ROW: ct.Constant[int]):
     return ct.extract(decays, (ROW, 0), (1, CHUNK)).reshape((CHUNK,))
 
 
+def _state_after_chunk(
+    state,
+    x,
+    B,
+    decays,
+    batch,
+    head,
+    group,
+    head_block,
+    column,
+    chunk,
+    BLOCK_HEADDIM: ct.Constant[int],
+    BLOCK_DSTATE: ct.Constant[int],
+    PRECISE: ct.Constant[bool],
+    ISOLATED: ct.Constant[bool],
+    COMPENSATED: ct.Constant[bool],
+    OPERAND: ct.Constant[int],
+):
+    """The state after a chunk of a row of which nothing else is computed, and the factor of the state before it."""
+    decay = _decays_of_chunk(decays, batch, head, chunk, PRECISE, 8)
+    x_tile = _tokens(x, batch, chunk * CHUNK, head, head_block, BLOCK_HEADDIM, False)
+    B_tile = _tokens(B, batch, chunk * CHUNK, group, column, BLOCK_DSTATE, False)
+    factor = ct.extract(decay, (FROM_ENTRY, CHUNK - 1), (1, 1))
+    x_t = x_tile.transpose().astype(ct.float32)  # (BLOCK_HEADDIM, CHUNK)
+    return _next_state(state, x_t, B_tile, _row(decay, TO_END), factor, ISOLATED, COMPENSATED, OPERAND), factor
+
+
+def _first_chunk(segment, segments, nchunks, skew):
+    """The first chunk of a segment that finds its entry state itself; that of segment `segments` is the end."""
+    equal = segment * ct.cdiv(nchunks, segments)
+    return ct.minimum(equal + segment * (segments - segment) * skew // 256, nchunks)
+
+
 def _quarter(part_states, part, quarter, HEADDIM: ct.Constant[int], DSTATE: ct.Constant[int]):
     return ct.load(part_states, (part, 0, quarter), (1, HEADDIM, DSTATE // 4)).reshape((HEADDIM, DSTATE // 4))
 
@@ -356,12 +389,10 @@ def _part_states_kernel(
     state = ct.zeros((BLOCK_HEADDIM, BLOCK_DSTATE), ct.float32)
     total = ct.ones((1, 1), ct.float32)
     for chunk in range(part * nchunks // nparts, (part + 1) * nchunks // nparts):
-        decay = _decays_of_chunk(decays, batch, head, chunk, PRECISE, 8)
-        x_tile = _tokens(x, batch, chunk * CHUNK, head, head_block, BLOCK_HEADDIM, False)
-        B_tile = _tokens(B, batch, chunk * CHUNK, group, column, BLOCK_DSTATE, False)
-        factor = ct.extract(decay, (FROM_ENTRY, CHUNK - 1), (1, 1))
-        x_t = x_tile.transpose().astype(ct.float32)  # (BLOCK_HEADDIM, CHUNK)
-        state = _next_state(state, x_t, B_tile, _row(decay, TO_END), factor, ISOLATED, COMPENSATED, OPERAND)
+        state, factor = _state_after_chunk(
+            state, x, B, decays, batch, head, group, head_block, column, chunk, BLOCK_HEADDIM, BLOCK_DSTATE, PRECISE,
+            ISOLATED, COMPENSATED, OPERAND,
+        )  # fmt: skip
         # What is not finite ends at a boundary too.
         total = ct.where(factor == 0.0, 0.0, total * factor) if ISOLATED else total * factor
     # A kernel that waits first and then loops does not compile with TMA for its last store.
@@ -403,15 +434,16 @@ def _scan_kernel(
     COMPENSATED: ct.Constant[bool],
     OPERAND: ct.Constant[int],
 ):
-    if SEGMENTED or OWN_ENTRY:
-        # Unsegmented it is launched when all before it has ended.
+    cut = SEGMENTED or OWN_ENTRY
+    if cut:
+        # Uncut it is launched when all before it has ended.
         ct.grid_dependency_control_wait()
     nheads = x.shape[2]
     head_blocks = ct.cdiv(x.shape[3], BLOCK_HEADDIM)
     unit = ct.bid(0)
     segment = 0
     segments = 1
-    if (SEGMENTED or OWN_ENTRY) and ct.bid(0) >= whole:
+    if cut and ct.bid(0) >= whole:
         unit = whole + (ct.bid(0) - whole) // nsegments
         segment = (ct.bid(0) - whole) % nsegments
         segments = nsegments
@@ -453,20 +485,17 @@ def _scan_kernel(
     else:
         skip = ct.zeros((1, 1), ct.float32)
 
-    walk_first = segment * nchunks // segments
-    walk_stop = (segment + 1) * nchunks // segments
     if OWN_ENTRY:
-        size = ct.cdiv(nchunks, segments)
-        after = segment + 1
-        walk_first = ct.minimum(segment * size + segment * (segments - segment) * skew // 256, nchunks)
-        walk_stop = ct.minimum(after * size + after * (segments - after) * skew // 256, nchunks)
+        walk_first = _first_chunk(segment, segments, nchunks, skew)
+        walk_stop = _first_chunk(segment + 1, segments, nchunks, skew)
         for chunk in range(walk_first):
-            decay = _decays_of_chunk(decays, batch, head, chunk, PRECISE, 8)
-            x_tile = _tokens(x, batch, chunk * CHUNK, head, head_block, BLOCK_HEADDIM, False)
-            B_tile = _tokens(B, batch, chunk * CHUNK, group, 0, BLOCK_DSTATE, False)
-            factor = ct.extract(decay, (FROM_ENTRY, CHUNK - 1), (1, 1))
-            x_t = x_tile.transpose().astype(ct.float32)  # (BLOCK_HEADDIM, CHUNK)
-            state = _next_state(state, x_t, B_tile, _row(decay, TO_END), factor, ISOLATED, COMPENSATED, OPERAND)
+            state, _ = _state_after_chunk(
+                state, x, B, decays, batch, head, group, head_block, 0, chunk, BLOCK_HEADDIM, BLOCK_DSTATE, PRECISE,
+                ISOLATED, COMPENSATED, OPERAND,
+            )  # fmt: skip
+    else:
+        walk_first = segment * nchunks // segments
+        walk_stop = (segment + 1) * nchunks // segments
     for chunk in range(walk_first, walk_stop):
         start = first + chunk * CHUNK
         # The order of these loads is that in which the copies are issued: that in which their memory is released.
@@ -525,4 +554,4 @@ def _scan_kernel(
 
     if segment == segments - 1:
         state = state.reshape((1, 1, BLOCK_HEADDIM, BLOCK_DSTATE))
-        ct.store(final_states, (row, head, head_block, 0), state, allow_tma=not (SEGMENTED or OWN_ENTRY))
+        ct.store(final_states, (row, head, head_block, 0), state, allow_tma=not cut)

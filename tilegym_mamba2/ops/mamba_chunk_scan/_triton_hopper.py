@@ -69,6 +69,13 @@ def _launch_next():
 
 
 @gluon.jit
+def _segment_first(segment, nsegments, nslots, skew):
+    """As `segment_first` of _triton_blocks.py, which Gluon can't call."""
+    equal = segment * ((nslots + nsegments - 1) // nsegments)
+    return gl.minimum(equal + (segment * (nsegments - segment) * skew >> 8), nslots)
+
+
+@gluon.jit
 def _tiles(ptr, length, stride_token, ncolumns, COLUMNS: gl.constexpr):
     """What the tiles of a sequence are fetched by: (token, column), 0 beyond the last."""
     return tma.make_tensor_descriptor(
@@ -468,11 +475,8 @@ def _scan_hopper_kernel(
         length = seqlen
         slot = row * nslots_row
         nslots = nslots_row
-    segment_slots = (nslots + nsegments - 1) // nsegments
-    walk_first = gl.minimum(segment * segment_slots + (segment * (nsegments - segment) * skew >> 8), nslots)
-    segment_after = segment + 1
-    walk_stop = segment_after * segment_slots + (segment_after * (nsegments - segment_after) * skew >> 8)
-    walk_stop = gl.minimum(walk_stop, nslots)
+    walk_first = _segment_first(segment, nsegments, nslots, skew)
+    walk_stop = _segment_first(segment + 1, nsegments, nslots, skew)
     enter = walk_first if nparts_segment > 0 else 0  # from there to walk_first, without parts, the state alone is made
 
     x_base = x_ptr + row * stride_x_batch + begin * stride_x_token
@@ -509,19 +513,8 @@ def _scan_hopper_kernel(
     )  # fmt: skip
     rings = (x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring)
     places = (
-        enter,
-        walk_first,
-        walk_stop,
-        length,
-        nslots,
-        head_0,
-        head_1,
-        headdim_0,
-        headdim_1,
-        nheads,
-        group,
-        ngroups,
-    )
+        enter, walk_first, walk_stop, length, nslots, head_0, head_1, headdim_0, headdim_1, nheads, group, ngroups,
+    )  # fmt: skip
     if HAS_INITIAL:
         initial_base = initial_ptr + sequence.to(gl.int64) * stride_initial_batch
         initial_0 = initial_base + head_0 * stride_initial_head

@@ -339,9 +339,8 @@ def _plan(
     segment_tile_programs = -(-headdim // config.segment_headdim) * -(-dstate // config.segment_dstate)
     segment_programs = max(1, npairs * (nsegments - 1) * segment_tile_programs)
     segment_slots = -(-slots_sequence // nsegments)
-    nparts_segment = max(1, min(resident // segment_programs, segment_slots // _LEAST_PART_SLOTS))
-    if own_entry:
-        nparts_segment = 0
+    most_parts = min(resident // segment_programs, segment_slots // _LEAST_PART_SLOTS)
+    nparts_segment = 0 if own_entry else max(1, most_parts)
     nparts = (nsegments - 1) * nparts_segment
     block_heads = min(triton.next_power_of_2(nheads), 16)
     block_dstate = _block(dstate)
