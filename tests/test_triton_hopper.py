@@ -41,7 +41,7 @@ class Flags:
         return self.run
 
     def run(self, *arguments: Any) -> None:
-        out, final, flags = arguments[12:15]
+        final, flags, out = arguments[5:8]
         out.fill_(float("nan"))
         final.fill_(float("nan"))
         flags.zero_()
@@ -110,7 +110,7 @@ def test_tokens_of_different_size(hopper: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "item", "heads", "tokens"), [(0, 1, (1, 2), (0, 640)), (2, 0, (2, 3), (640, 1088))]
+    ("program", "item", "heads", "tokens"), [(0, 1, (1, 2), (0, 704)), (2, 0, (2, 3), (704, 1088))]
 )
 def test_a_flag_stands_for_its_item(
     hopper: Any, program: int, item: int, heads: tuple[int, int], tokens: tuple[int, int]

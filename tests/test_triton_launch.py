@@ -72,6 +72,47 @@ def test_enqueue_launches_as_triton_does(monkeypatch: pytest.MonkeyPatch, alloca
     assert needed == (6 * scratch_bytes if known() else 0)
 
 
+TENSOR_MAPS = {"tensordesc_meta": [
+    {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 64], "fp4_padded": False},
+    {"swizzle": 0, "elem_size": 4, "elem_type": 7, "block_size": [1, 32], "fp4_padded": False},
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["known", "3.99.0"])
+def test_tensor_maps_are_those_that_triton_makes(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """A pointer, a tensor map, none, another, a number: what is launched is what Triton launches of descriptors."""
+    gluon = pytest.importorskip("triton.experimental.gluon.language", reason="this Triton has no Gluon of this kind")
+    encode = {name: lambda *values: ("map", *values) for name in ("fill_tma_descriptor", "fill_tma_descriptor_tiled")}
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=SimpleNamespace(**encode)))
+    if version != "known":
+        monkeypatch.setattr(triton, "__version__", version)
+    swizzled, plain = gluon.NVMMASharedLayout(128, 16, 2), gluon.NVMMASharedLayout(0, 32, 2)
+    tiles = (
+        backend.Tiles(torch.bfloat16, (3, 640), (1024, 1), (1, 64), swizzled),
+        None,
+        backend.Tiles(torch.float32, (7, 32), (32, 1), (1, 32), plain),
+    )
+    kernel = Kernel()
+    kernel.compiled.metadata = SimpleNamespace(**TENSOR_MAPS)
+    signature = {0: "*fp32", 1: "tensordesc<bf16[1, 64]>", 2: "constexpr", 3: "tensordesc<fp32[1, 32]>", 4: "i32"}
+    run = kernel.compiled.run
+    run.launch = driver.wrap_handle_tensordesc(run.launch, signature, TENSOR_MAPS["tensordesc_meta"])
+    enqueue, _ = backend._enqueue(kernel.compiled, 6, (5,), tiles=tiles)
+    enqueue(11, None, [16, 32, None, 48])
+
+    first, second = (backend._descriptor(one, pointer) for one, pointer in ((tiles[0], 32), (tiles[2], 48)))
+    run(6, 1, 1, 11, 7, (4, 1, 0), None, None, None, 16, first, None, second, 5)
+    ours, theirs = ([list(one) if isinstance(one, tuple) else one for one in launched] for launched in kernel.launched)
+    assert ours == theirs
+    assert sum(value[:2] in (("map", 32), ("map", 48)) for value in _flat(kernel.launched[0])) == 2
+
+
+def _flat(launched: tuple[Any, ...]) -> list[Any]:
+    """The tuples among what a launch function got, directly or in its last argument."""
+    values = launched[-1] if isinstance(launched[-1], (list, tuple)) else launched
+    return [value for value in values if isinstance(value, tuple)]
+
+
 def test_an_unknown_triton_is_asked_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.99.0")
     monkeypatch.setattr(backend, "_allocate", lambda size, alignment, stream: (size, alignment, stream))

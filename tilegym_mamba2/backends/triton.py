@@ -7,6 +7,7 @@ interpreter, which runs the same source.
 
 import functools
 import importlib.metadata
+import inspect
 import itertools
 import operator
 import os
@@ -55,6 +56,24 @@ class Options(NamedTuple):
 _DEFAULT_OPTIONS = Options()
 
 
+class Tiles(NamedTuple):
+    """How TMA reads or writes blocks of a tensor, what CUDA calls a tensor map; the last axis is contiguous.
+
+    Args:
+        dtype: of the tensor.
+        shape: of the tensor; beyond it 0 is read, and nothing is written.
+        strides: of the tensor, in elements.
+        block: its shape.
+        layout: of the block in shared memory, as Gluon has it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    layout: Any
+
+
 class DeviceInfo(NamedTuple):
     """What a configuration may depend on; `architecture` is "cuda:90", "hip:gfx942" or "other"; `name` is the GPU's."""
 
@@ -100,7 +119,7 @@ class _Runnable:
 class Launch(_Runnable):
     """A kernel with everything that a repeated call does not change: `launch(tensors, device)` runs it.
 
-    A kernel's parameters are pointers, then numbers, then constants. Pointers that are None are constants.
+    A kernel's parameters are pointers, then tiles, then numbers, then constants. Pointers that are None are constants.
 
     Args:
         kernel: decorated with `triton.jit`, with every number that varies in `do_not_specialize`.
@@ -110,9 +129,10 @@ class Launch(_Runnable):
         options: of the compiler.
         early: whether `Launches` may start it while those before it still run: every program of the kernel calls
             `wait_for_previous` before it touches what they read or write.
+        tiles: how the kernel reads the last of its tensors, those that it gets no pointers to; None is a constant.
     """
 
-    __slots__ = ("_arguments", "_early", "_kernel", "_key", "_options", "_ready", "programs")
+    __slots__ = ("_arguments", "_early", "_kernel", "_key", "_options", "_ready", "_tiles", "programs")
 
     def __init__(
         self,
@@ -122,15 +142,18 @@ class Launch(_Runnable):
         constants: tuple[Any, ...],
         options: Options = _DEFAULT_OPTIONS,
         early: bool = False,
+        tiles: tuple[Tiles | None, ...] = (),
     ):
         self.programs = programs
         self._early = early
+        self._tiles = tiles
         self._kernel = kernel
         self._arguments = (*numbers, *constants)
         self._options = {name: value for name, value in options._asdict().items() if value is not None}
         # Two launches with equal keys have the same compiled kernel: an int counts by what Triton tells apart.
         classes = tuple((n == 1, n % 16 == 0, n >= 2**31) if isinstance(n, int) else float for n in numbers)
-        self._key = (kernel, classes, constants, options)
+        blocks = tuple(None if one is None else (one.block, repr(one.layout)) for one in tiles)
+        self._key = (kernel, classes, constants, options, blocks)
         self._ready: dict[Any, tuple[_Enqueue, int]] = {}
 
     def key(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
@@ -140,13 +163,16 @@ class Launch(_Runnable):
     def compile(self, tensors: tuple[torch.Tensor | None, ...], target: Any) -> Any:
         """Compiles the kernel for a `triton.backends.compiler.GPUTarget`, of which none needs to be here."""
         from triton import compile
+        from triton.runtime.jit import mangle_type
 
         signature: dict[str, str] = {}
         constants: dict[tuple[int], Any] = {}
         attributes: dict[tuple[int], Any] = {}
-        values = (*tensors, *self._arguments)
+        values = (*self._operands(tensors), *self._arguments)
         for index, (parameter, value) in enumerate(zip(self._kernel.params, values, strict=True)):
-            if isinstance(value, torch.Tensor):
+            if index >= len(tensors) - len(self._tiles) and hasattr(value, "block_shape"):
+                signature[parameter.name] = mangle_type(value)
+            elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = _POINTERS[value.dtype]
                 attributes[(index,)] = [["tt.divisibility", 16]]
             elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
@@ -175,9 +201,17 @@ class Launch(_Runnable):
         key = self._compiled_key(tensors, alignment, index)
         kernel = _compiled.get(key)
         if kernel is None:
-            kernel = self._kernel.warmup(*tensors, *self._arguments, grid=(self.programs,), **self._options)
+            operands = self._operands(tensors)
+            kernel = self._kernel.warmup(*operands, *self._arguments, grid=(self.programs,), **self._options)
             _compiled[key] = kernel
-        return _enqueue(kernel, self.programs, self._arguments, follows and self._early)
+        return _enqueue(kernel, self.programs, self._arguments, follows and self._early, self._tiles)
+
+    def _operands(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What stands for the tensors, or their dtypes, when the kernel is compiled."""
+        if not self._tiles:
+            return tensors
+        first = len(tensors) - len(self._tiles)
+        return (*tensors[:first], *[None if one is None else _descriptor(one) for one in self._tiles])
 
     def is_compiled(self, tensors: tuple[Any, ...], alignment: Any, index: int) -> bool:
         """Whether `prepared` with these arguments has no kernel to compile."""
@@ -272,7 +306,7 @@ class Launches(_Runnable):
             enqueue, scratch_bytes = launch.prepared(pick(values), alignment, device.index, position > 0)
             steps.append((enqueue, pick, end))
             end += -(-scratch_bytes // 256) * 256
-        layouts = [(shape, _contiguous(shape), dtype) for _, shape, dtype in self._results]
+        layouts = [(shape, contiguous(shape), dtype) for _, shape, dtype in self._results]
         # torch.empty takes three times as long, all of it in finding this function.
         fast = getattr(_torch._dynamo.guards, "_empty_strided_cuda", None)
         empty = functools.partial(_empty, device) if fast is None or device.type != "cuda" else fast
@@ -310,7 +344,8 @@ def _empty(device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
     return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]
 
 
@@ -332,10 +367,70 @@ def _alignment(pointers: list[int | None]) -> tuple[bool, ...]:
     return tuple([pointer is not None and pointer & 15 == 0 for pointer in pointers])
 
 
+class _Base(NamedTuple):
+    """What Triton asks of the tensor that a descriptor is for."""
+
+    dtype: torch.dtype
+    pointer: int
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def _descriptor(tiles: Tiles, pointer: int = 0) -> Any:
+    """`tiles` of the tensor at `pointer` as Triton has it."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    base = _Base(tiles.dtype, pointer)
+    return TensorDescriptor(base, list(tiles.shape), list(tiles.strides), list(tiles.block), tiles.layout)
+
+
+def _encoder(kernel: Any, tiles: tuple[Tiles | None, ...]) -> Callable[[Any], Any]:
+    """A function that makes a compiled kernel's operands of pointers: tensor maps of the last, as Triton passes them.
+
+    Triton makes them too, in several times the time.
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    utils = active.utils
+    encode = getattr(utils, "fill_tma_descriptor", None) or utils.fill_tma_descriptor_tiled
+    metadata = iter(kernel.metadata.tensordesc_meta)
+    constants: list[tuple[Any, ...] | None] = []
+    for one in tiles:
+        if one is None:
+            constants.append(None)
+            continue
+        made = next(metadata)
+        element = made["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[made["elem_type"]]
+        block, shape, strides = list(made["block_size"]), list(one.shape), list(one.strides)
+        constants.append((made["swizzle"], *element, block, shape, strides, 0))
+
+    def operands(pointers: Any) -> Any:
+        values = list(pointers[: -len(tiles)])
+        for pointer, constant in zip(pointers[-len(tiles) :], constants, strict=True):
+            if constant is None:
+                values.append(None)
+            else:
+                values.append(encode(pointer, *constant))
+                values += constant[4]
+                values += constant[5]
+        return values
+
+    return operands
+
+
 _Enqueue = Callable[[int, int | None, Any], None]
 
 
-def _enqueue(kernel: Any, programs: int, arguments: tuple[Any, ...], early: bool = False) -> tuple[_Enqueue, int]:
+def _enqueue(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    early: bool = False,
+    tiles: tuple[Tiles | None, ...] = (),
+) -> tuple[_Enqueue, int]:
     """A function (stream, address of the kernel's scratch, pointers), and how many bytes that scratch has.
 
     If `early`, the kernel may start before the one that was enqueued before it has ended.
@@ -352,18 +447,29 @@ def _enqueue(kernel: Any, programs: int, arguments: tuple[Any, ...], early: bool
 
         def generic(stream: int, scratch: int | None, pointers: Any) -> None:
             triton.set_allocator(_allocate)
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *arguments)
+            first = len(pointers) - len(tiles)
+            described = [
+                None if one is None else _descriptor(one, pointer)
+                for one, pointer in zip(tiles, pointers[first:], strict=True)
+            ]
+            run(
+                programs, 1, 1, stream, function, metadata, None, None, None, *pointers[:first], *described, *arguments
+            )  # fmt: skip
 
         return generic, 0
 
     launch: Any = run.launch
+    operands: Callable[[Any], Any] = tuple
+    if tiles:
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        operands = _encoder(kernel, tiles)
     cooperative, dependent = run.launch_cooperative_grid, early or run.launch_pdl
     if layout == "arguments last":
 
         def enqueue(stream: int, scratch: int | None, pointers: Any) -> None:
             launch(
                 programs, 1, 1, stream, function, cooperative, dependent, scratch, None, metadata, None, None, None,
-                *pointers, *arguments,
+                *operands(pointers), *arguments,
             )  # fmt: skip
     else:
         annotations, signature = run.arg_annotations, run.kernel_signature
@@ -371,7 +477,7 @@ def _enqueue(kernel: Any, programs: int, arguments: tuple[Any, ...], early: bool
         def enqueue(stream: int, scratch: int | None, pointers: Any) -> None:
             launch(
                 programs, 1, 1, stream, function, cooperative, dependent, metadata, None, None, None, scratch, None,
-                annotations, signature, (*pointers, *arguments),
+                annotations, signature, (*operands(pointers), *arguments),
             )  # fmt: skip
 
     return enqueue, programs * run.num_ctas * run.global_scratch_size

@@ -9,6 +9,7 @@ compute the weights of the next one. Where no kernel has made the states of part
 state, of x and B from the sequence's beginning on.
 """
 
+import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from tilegym_mamba2.backends.triton import Tiles
 
 BLOCK_CHUNK = 64
 BLOCK_HEADDIM = 64
@@ -56,6 +59,24 @@ _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _VECTOR = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
+def token_tiles(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], columns: int) -> Tiles:
+    """Tiles of BLOCK_CHUNK tokens and some columns of a (batch, seqlen, nheads or ngroups, columns)."""
+    order = (0, 2, 1, 3)
+    return Tiles(
+        dtype,
+        tuple(shape[axis] for axis in order),
+        tuple(strides[axis] for axis in order),
+        (1, 1, BLOCK_CHUNK, columns),
+        gl.NVMMASharedLayout(128, 16, 4),
+    )
+
+
+def row_tiles(dtype: torch.dtype, nrows: int, ncolumns: int, rows: int) -> Tiles:
+    """Tiles of some rows of a contiguous (nrows, ncolumns); 16-bit elements are for products, so swizzled."""
+    layout = gl.NVMMASharedLayout(128 if dtype.itemsize == 2 else 0, 8 * dtype.itemsize, 2)
+    return Tiles(dtype, (nrows, ncolumns), (ncolumns, 1), (rows, ncolumns), layout)
+
+
 @gluon.jit
 def _wait_for_previous():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -76,101 +97,68 @@ def _segment_first(segment, nsegments, nslots, skew):
 
 
 @gluon.jit
-def _tiles(ptr, length, stride_token, ncolumns, COLUMNS: gl.constexpr):
-    """What the tiles of a sequence are fetched by: (token, column), 0 beyond the last."""
-    return tma.make_tensor_descriptor(
-        ptr, shape=[length, ncolumns], strides=[stride_token, 1], block_shape=[_CHUNK, COLUMNS], layout=_TILE
-    )
-
-
-@gluon.jit
 def _fetch(
     sources,
     rings,
     full,
     empty,
     places,
-    HEADDIM: gl.constexpr,
-    DSTATE: gl.constexpr,
-    BLOCK_DSTATE: gl.constexpr,
     HAS_Z: gl.constexpr,
-    DENSE: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     """The fetching warp: the tiles of each block, in the order in which they are needed."""
-    (
-        x_base, stride_x_token, stride_x_head, z_base, stride_z_token, stride_z_head, B_base, stride_B_token, C_base,
-        stride_C_token, gram_base, gram_log2_base, vectors_base,
-    ) = sources  # fmt: skip
+    x, z, B, C, gram, gram_log2, vectors = sources
     x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring = rings
-    enter, walk_first, walk_stop, length, nslots, head_0, head_1, headdim_0, headdim_1, nheads, group, ngroups = places
-    SIZE: gl.constexpr = _VECTORS * _CHUNK
-    vectors = tma.make_tensor_descriptor(
-        vectors_base, shape=[nslots * nheads * SIZE], strides=[1], block_shape=[SIZE], layout=_VECTOR
-    )
-    gram_log2 = tma.make_tensor_descriptor(
-        gram_log2_base, shape=[nslots * ngroups * _CHUNK], strides=[1], block_shape=[_CHUNK], layout=_VECTOR
-    )
-    gram = _tiles(gram_base, nslots * ngroups * _CHUNK, gl.to_tensor(_CHUNK).to(gl.int64), _CHUNK, _CHUNK)
-    C = _tiles(C_base, length, stride_C_token, DSTATE, BLOCK_DSTATE)
-    if DENSE:  # one source for all heads: to make one takes longer than to fetch a tile
-        x_0 = _tiles(x_base, length, stride_x_token, nheads * HEADDIM, _HEADDIM)
-        x_1 = x_0
-        column_0 = head_0 * HEADDIM + headdim_0
-        column_1 = head_1 * HEADDIM + headdim_1
-    else:
-        x_0 = _tiles(x_base + head_0 * stride_x_head, length, stride_x_token, HEADDIM, _HEADDIM)
-        x_1 = _tiles(x_base + head_1 * stride_x_head, length, stride_x_token, HEADDIM, _HEADDIM)
-        column_0 = headdim_0
-        column_1 = headdim_1
-    B = _tiles(B_base, length, stride_B_token, DSTATE, BLOCK_DSTATE)
-    if HAS_Z:
-        z_0 = _tiles(z_base + head_0 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
-        z_1 = _tiles(z_base + head_1 * stride_z_head, length, stride_z_token, HEADDIM, _HEADDIM)
+    (
+        enter, walk_first, walk_stop, row, first_token, first_slot, head_0, head_1, headdim_0, headdim_1, nheads, group,
+        ngroups,
+    ) = places  # fmt: skip
     if EARLY:
         _wait_for_previous()
-    NBYTES_STATE: gl.constexpr = B.block_type.nbytes + _ITEMS * (x_0.block_type.nbytes + vectors.block_type.nbytes)
+    NBYTES_STATE: gl.constexpr = B.block_type.nbytes + _ITEMS * (x.block_type.nbytes + vectors.block_type.nbytes)
     NBYTES: gl.constexpr = (
         NBYTES_STATE
         + C.block_type.nbytes
         + gram.block_type.nbytes
         + gram_log2.block_type.nbytes
-        + (_ITEMS * x_0.block_type.nbytes if HAS_Z else 0)
+        + (_ITEMS * x.block_type.nbytes if HAS_Z else 0)
     )
     for c in range(enter, walk_first):
         index = c - enter
         stage = index % STAGES
         mbarrier.wait(empty.index(stage), ((index // STAGES) & 1) ^ 1)
         ready = full.index(stage)
-        first = c * _CHUNK
+        token = first_token + c * _CHUNK
+        vector = (first_slot + c) * nheads
         item = stage * 2
         mbarrier.expect(ready, NBYTES_STATE)
-        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_0) * SIZE], ready, vector_ring.index(item))
-        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_1) * SIZE], ready, vector_ring.index(item + 1))
-        tma.async_copy_global_to_shared(x_0, [first, column_0], ready, x_ring.index(item))
-        tma.async_copy_global_to_shared(x_1, [first, column_1], ready, x_ring.index(item + 1))
-        tma.async_copy_global_to_shared(B, [first, 0], ready, B_ring.index(stage))
+        tma.async_copy_global_to_shared(vectors, [vector + head_0, 0], ready, vector_ring.index(item))
+        tma.async_copy_global_to_shared(vectors, [vector + head_1, 0], ready, vector_ring.index(item + 1))
+        tma.async_copy_global_to_shared(x, [row, head_0, token, headdim_0], ready, x_ring.index(item))
+        tma.async_copy_global_to_shared(x, [row, head_1, token, headdim_1], ready, x_ring.index(item + 1))
+        tma.async_copy_global_to_shared(B, [row, group, token, 0], ready, B_ring.index(stage))
     for c in range(walk_first, walk_stop):
         index = c - enter
         stage = index % STAGES
         mbarrier.wait(empty.index(stage), ((index // STAGES) & 1) ^ 1)
         ready = full.index(stage)
-        first = c * _CHUNK
+        token = first_token + c * _CHUNK
+        vector = (first_slot + c) * nheads
         item = stage * 2
         mbarrier.expect(ready, NBYTES)
-        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_0) * SIZE], ready, vector_ring.index(item))
-        tma.async_copy_global_to_shared(vectors, [(c * nheads + head_1) * SIZE], ready, vector_ring.index(item + 1))
-        gram_row = (c * ngroups + group) * _CHUNK
-        tma.async_copy_global_to_shared(gram_log2, [gram_row], ready, log2_ring.index(stage))
-        tma.async_copy_global_to_shared(gram, [gram_row, 0], ready, gram_ring.index(stage))
-        tma.async_copy_global_to_shared(C, [first, 0], ready, C_ring.index(stage))
-        tma.async_copy_global_to_shared(x_0, [first, column_0], ready, x_ring.index(item))
-        tma.async_copy_global_to_shared(x_1, [first, column_1], ready, x_ring.index(item + 1))
-        tma.async_copy_global_to_shared(B, [first, 0], ready, B_ring.index(stage))
+        tma.async_copy_global_to_shared(vectors, [vector + head_0, 0], ready, vector_ring.index(item))
+        tma.async_copy_global_to_shared(vectors, [vector + head_1, 0], ready, vector_ring.index(item + 1))
+        block = (first_slot + c) * ngroups + group
+        tma.async_copy_global_to_shared(gram_log2, [block, 0], ready, log2_ring.index(stage))
+        tma.async_copy_global_to_shared(gram, [block * _CHUNK, 0], ready, gram_ring.index(stage))
+        tma.async_copy_global_to_shared(C, [row, group, token, 0], ready, C_ring.index(stage))
+        tma.async_copy_global_to_shared(x, [row, head_0, token, headdim_0], ready, x_ring.index(item))
+        tma.async_copy_global_to_shared(x, [row, head_1, token, headdim_1], ready, x_ring.index(item + 1))
+        tma.async_copy_global_to_shared(B, [row, group, token, 0], ready, B_ring.index(stage))
         if HAS_Z:
-            tma.async_copy_global_to_shared(z_0, [first, headdim_0], ready, z_ring.index(item))
-            tma.async_copy_global_to_shared(z_1, [first, headdim_1], ready, z_ring.index(item + 1))
+            tma.async_copy_global_to_shared(z, [row, head_0, token, headdim_0], ready, z_ring.index(item))
+            tma.async_copy_global_to_shared(z, [row, head_1, token, headdim_1], ready, z_ring.index(item + 1))
 
 
 @gluon.jit
@@ -236,7 +224,7 @@ def _weights(gram_tile, log2_tile, vectors, DOT: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    out_base,
+    out,
     rings,
     tiles,
     full,
@@ -251,6 +239,7 @@ def _walk(
     HAS_INITIAL: gl.constexpr,
     HAS_D: gl.constexpr,
     HAS_Z: gl.constexpr,
+    PACKED: gl.constexpr,
     COMPENSATED: gl.constexpr,
     STAGES: gl.constexpr,
     EARLY: gl.constexpr,
@@ -258,12 +247,22 @@ def _walk(
     """Four warps with the state of one item: writes its outputs, and its final state."""
     x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring = rings
     weight_ring, y_ring = tiles
-    enter, walk_first, walk_stop, length, nheads, headdim_first = places
+    enter, walk_first, walk_stop, row, first_token, stop_token, head, nheads, headdim_first = places
     (
         initial_ptr, stride_initial_headdim, stride_initial_dstate, part_states_ptr, part_decay_ptr, nparts_before,
         final_ptr, is_last, flag_ptr, stride_D_headdim,
     ) = states  # fmt: skip
-    out = _tiles(out_base, length, nheads * HEADDIM, HEADDIM, _HEADDIM)
+    if PACKED:  # its last block must leave the next sequence's tokens alone
+        stride_token = gl.to_tensor(HEADDIM).to(gl.int64) * nheads
+        out_tiles = tma.make_tensor_descriptor(
+            out,
+            shape=[1, nheads, stop_token, HEADDIM],
+            strides=[stride_token, HEADDIM, stride_token, 1],
+            block_shape=[1, 1, _CHUNK, _HEADDIM],
+            layout=gl.NVMMASharedLayout(128, 16, 4),
+        )
+    else:
+        out_tiles = out
     DOT: gl.constexpr = x_ring.dtype
     ACC_STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DSTATE, 16])
 
@@ -287,8 +286,8 @@ def _walk(
         initial = gl.load(initial_ptr + places_initial, mask=inside, other=0.0).to(gl.float32)
         state += gl.where(entry_decay == 0.0, 0.0, initial * entry_decay)
     if HAS_D:
-        row = headdim_first + gl.arange(0, _HEADDIM, gl.SliceLayout(1, _ACC_CHUNK))
-        D = gl.load(D_ptr + row * stride_D_headdim, mask=row < HEADDIM, other=0.0).to(gl.float32)[:, None]
+        place = headdim_first + gl.arange(0, _HEADDIM, gl.SliceLayout(1, _ACC_CHUNK))
+        D = gl.load(D_ptr + place * stride_D_headdim, mask=place < HEADDIM, other=0.0).to(gl.float32)[:, None]
 
     for index in range(walk_first - enter):
         stage = index % STAGES
@@ -365,7 +364,7 @@ def _walk(
         fence_async_shared()
         _barrier()
         mbarrier.arrive(empty.index(stage), count=1)
-        tma.async_copy_shared_to_global(out, [c * _CHUNK, headdim_first], y_tile)
+        tma.async_copy_shared_to_global(out_tiles, [row, head, first_token + c * _CHUNK, headdim_first], y_tile)
     if is_last:
         gl.store(final_ptr + offsets, state, mask=inside)
     bad = gl.where(gl.abs(state) <= _LARGEST, 0, 1)
@@ -376,28 +375,27 @@ def _walk(
 @gluon.jit(
     do_not_specialize=[
         "seqlen", "nheads", "ngroups", "nslots_row", "nsegments", "nparts_segment", "nparts", "skew", "first_unit",
-        "nunits", "first_pair", "stride_x_batch", "stride_x_token", "stride_x_head", "stride_B_batch", "stride_B_token",
-        "stride_B_group", "stride_C_batch", "stride_C_token", "stride_C_group", "stride_z_batch", "stride_z_token",
-        "stride_z_head", "stride_D_head", "stride_D_headdim", "stride_initial_batch", "stride_initial_head",
+        "nunits", "first_pair", "stride_D_head", "stride_D_headdim", "stride_initial_batch", "stride_initial_head",
         "stride_initial_headdim", "stride_initial_dstate",
     ]
 )  # fmt: skip
 def _scan_hopper_kernel(
-    x_ptr,
-    B_ptr,
-    C_ptr,
-    z_ptr,
     D_ptr,
     initial_ptr,
     cu_seqlens_ptr,
-    gram_ptr,
-    gram_log2_ptr,
-    vectors_ptr,
     part_states_ptr,
     part_decay_ptr,
-    out_ptr,
     final_ptr,
     flags_ptr,
+    out_ptr,
+    x,
+    z,
+    B,
+    C,
+    gram,
+    gram_log2,
+    vectors,
+    out,
     seqlen: gl.int32,
     nheads: gl.int32,
     ngroups: gl.int32,
@@ -409,18 +407,6 @@ def _scan_hopper_kernel(
     first_unit: gl.int32,
     nunits: gl.int32,
     first_pair: gl.int32,
-    stride_x_batch: gl.int64,
-    stride_x_token: gl.int64,
-    stride_x_head: gl.int64,
-    stride_B_batch: gl.int64,
-    stride_B_token: gl.int64,
-    stride_B_group: gl.int64,
-    stride_C_batch: gl.int64,
-    stride_C_token: gl.int64,
-    stride_C_group: gl.int64,
-    stride_z_batch: gl.int64,
-    stride_z_token: gl.int64,
-    stride_z_head: gl.int64,
     stride_D_head: gl.int64,
     stride_D_headdim: gl.int64,
     stride_initial_batch: gl.int64,
@@ -431,7 +417,6 @@ def _scan_hopper_kernel(
     DSTATE: gl.constexpr,
     BLOCK_DSTATE: gl.constexpr,
     COMPENSATED: gl.constexpr,
-    DENSE: gl.constexpr,
     STAGES: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
     EARLY: gl.constexpr,
@@ -440,9 +425,9 @@ def _scan_hopper_kernel(
         _launch_next()
     HAS_INITIAL: gl.constexpr = initial_ptr is not None
     HAS_D: gl.constexpr = D_ptr is not None
-    HAS_Z: gl.constexpr = z_ptr is not None
+    HAS_Z: gl.constexpr = z is not None
     PACKED: gl.constexpr = cu_seqlens_ptr is not None
-    DOT: gl.constexpr = x_ptr.dtype.element_ty
+    DOT: gl.constexpr = x.dtype
     NBLOCKS: gl.constexpr = (HEADDIM + _HEADDIM - 1) // _HEADDIM
 
     program = gl.program_id(0)
@@ -464,29 +449,20 @@ def _scan_hopper_kernel(
     headdim_0 = item_0 % NBLOCKS * _HEADDIM
     headdim_1 = item_1 % NBLOCKS * _HEADDIM
     if PACKED:
-        begin = gl.load(cu_seqlens_ptr + sequence).to(gl.int64)
-        length = (gl.load(cu_seqlens_ptr + sequence + 1).to(gl.int64) - begin).to(gl.int32)
-        row = begin * 0
-        slot = begin // _CHUNK + sequence
-        nslots = (length + _CHUNK - 1) // _CHUNK
+        first_token = gl.load(cu_seqlens_ptr + sequence).to(gl.int32)
+        stop_token = gl.load(cu_seqlens_ptr + sequence + 1).to(gl.int32)
+        row = sequence * 0
+        first_slot = first_token // _CHUNK + sequence
+        nslots = (stop_token - first_token + _CHUNK - 1) // _CHUNK
     else:
-        row = sequence.to(gl.int64)
-        begin = row * 0
-        length = seqlen
-        slot = row * nslots_row
+        first_token = sequence * 0
+        stop_token = seqlen
+        row = sequence
+        first_slot = sequence * nslots_row
         nslots = nslots_row
     walk_first = _segment_first(segment, nsegments, nslots, skew)
     walk_stop = _segment_first(segment + 1, nsegments, nslots, skew)
     enter = walk_first if nparts_segment > 0 else 0  # from there to walk_first, without parts, the state alone is made
-
-    x_base = x_ptr + row * stride_x_batch + begin * stride_x_token
-    out_base = out_ptr + (row * seqlen + begin) * nheads * HEADDIM
-    B_base = B_ptr + row * stride_B_batch + begin * stride_B_token + group * stride_B_group
-    C_base = C_ptr + row * stride_C_batch + begin * stride_C_token + group * stride_C_group
-    z_base = z_ptr + row * stride_z_batch + begin * stride_z_token if HAS_Z else x_base
-    gram_base = gram_ptr + slot * ngroups * (_CHUNK * _CHUNK)
-    gram_log2_base = gram_log2_ptr + slot * ngroups * _CHUNK
-    vectors_base = vectors_ptr + slot * nheads * (_VECTORS * _CHUNK)
 
     x_ring = gl.allocate_shared_memory(DOT, [STAGES * 2, _CHUNK, _HEADDIM], _TILE)
     if HAS_Z:
@@ -507,13 +483,11 @@ def _scan_hopper_kernel(
         mbarrier.init(empty.index(stage), count=_ITEMS)
     fence_async_shared()
 
-    sources = (
-        x_base, stride_x_token, stride_x_head, z_base, stride_z_token, stride_z_head, B_base, stride_B_token, C_base,
-        stride_C_token, gram_base, gram_log2_base, vectors_base,
-    )  # fmt: skip
+    sources = (x, z if HAS_Z else x, B, C, gram, gram_log2, vectors)
     rings = (x_ring, z_ring, B_ring, C_ring, gram_ring, log2_ring, vector_ring)
     places = (
-        enter, walk_first, walk_stop, length, nslots, head_0, head_1, headdim_0, headdim_1, nheads, group, ngroups,
+        enter, walk_first, walk_stop, row, first_token, first_slot, head_0, head_1, headdim_0, headdim_1, nheads, group,
+        ngroups,
     )  # fmt: skip
     if HAS_INITIAL:
         initial_base = initial_ptr + sequence.to(gl.int64) * stride_initial_batch
@@ -551,22 +525,24 @@ def _scan_hopper_kernel(
             (
                 _walk,
                 (
-                    out_base + head_0 * HEADDIM, rings, (weight_ring, y_ring), full, empty,
-                    (enter, walk_first, walk_stop, length, nheads, headdim_0), states_0, D_0, 0, HEADDIM,
-                    DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES, EARLY,
+                    out_ptr if PACKED else out, rings, (weight_ring, y_ring), full, empty,
+                    (enter, walk_first, walk_stop, row, first_token, stop_token, head_0, nheads, headdim_0),
+                    states_0, D_0, 0, HEADDIM, DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, PACKED,
+                    COMPENSATED, STAGES, EARLY,
                 ),
             ),
             (
                 _walk,
                 (
-                    out_base + head_1 * HEADDIM, rings, (weight_ring, y_ring), full, empty,
-                    (enter, walk_first, walk_stop, length, nheads, headdim_1), states_1, D_1, 1, HEADDIM,
-                    DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, COMPENSATED, STAGES, EARLY,
+                    out_ptr if PACKED else out, rings, (weight_ring, y_ring), full, empty,
+                    (enter, walk_first, walk_stop, row, first_token, stop_token, head_1, nheads, headdim_1),
+                    states_1, D_1, 1, HEADDIM, DSTATE, BLOCK_DSTATE, HAS_INITIAL, HAS_D, HAS_Z, PACKED,
+                    COMPENSATED, STAGES, EARLY,
                 ),
             ),
             (
                 _fetch,
-                (sources, rings, full, empty, places, HEADDIM, DSTATE, BLOCK_DSTATE, HAS_Z, DENSE, STAGES, EARLY),
+                (sources, rings, full, empty, places, HAS_Z, STAGES, EARLY),
             ),
         ],
         [4, 1],

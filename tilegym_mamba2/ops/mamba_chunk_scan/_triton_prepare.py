@@ -264,6 +264,7 @@ def _scan_prepare_kernel(
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
+    GRAMS: tl.constexpr,  # whether ngrams > 0: without their code the vectors need fewer registers
     EARLY: tl.constexpr,
 ):
     launch_next(EARLY)
@@ -277,7 +278,7 @@ def _scan_prepare_kernel(
         cu_seqlens_ptr, slot, seqlen, nseq, nslots_row, BLOCK_CHUNK, cu_seqlens_ptr is not None
     )
     if first < stop:
-        if program < ngrams:
+        if GRAMS and program < ngrams:
             group = (program % ngroups).to(tl.int64)
             write_gram(
                 B_ptr, C_ptr, seq_idx_ptr, gram_ptr, gram_log2_ptr, slot, row, begin, first, stop, group, ngroups,

@@ -57,6 +57,7 @@ _CHUNK = kernels.CHUNK
 _LARGEST_DSTATE = 256
 _PRODUCTS = {BFLOAT16: "bfloat16", TFLOAT32: "tf32", FLOAT32: "float32"}
 _MOST_CHUNKS_OWN_ENTRY = 16  # of rows whose segments find their entry states themselves
+_ENTRY_COST = 0.3  # of that for each token, in walks over it
 _HEADDIM = 64  # rows of a state that a program owns: what a matrix instruction of Hopper has
 
 
@@ -179,6 +180,7 @@ def _plan(given: Any, dt_softplus: bool, dt_limit: tuple[float, float], operand:
     programs = device_info(device).multiprocessors * configuration.resident
     whole, segments, nparts = (units, 1, 1) if varlen else _split(units, programs, nchunks)
     own_entry = segments > 1 and nchunks <= _MOST_CHUNKS_OWN_ENTRY and dstate <= 128
+    skew = best_skew(segments, nchunks, _ENTRY_COST) if own_entry else 0
     count = 0 if own_entry else (units - whole) * (segments - 1) * nparts
     parts = None
     if count > 0:
@@ -197,9 +199,8 @@ def _plan(given: Any, dt_softplus: bool, dt_limit: tuple[float, float], operand:
         kernels._scan_kernel,
         (whole + (units - whole) * segments,),
         (
-            whole, segments, nparts, best_skew(segments, nchunks) if own_entry else 0, nchunks, _HEADDIM, block_dstate,
-            precise, skip, z is not None, initial_states is not None, count > 0, own_entry, isolated, varlen,
-            compensated, operand,
+            whole, segments, nparts, skew, nchunks, _HEADDIM, block_dstate, precise, skip, z is not None,
+            initial_states is not None, count > 0, own_entry, isolated, varlen, compensated, operand,
         ),
         configuration.scan,
         dependent=segments > 1,

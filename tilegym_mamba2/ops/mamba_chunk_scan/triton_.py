@@ -55,6 +55,8 @@ _LEAST_PART_SLOTS = 8
 _MOST_SEGMENTS = 32
 # Of rows in which the walk for Hopper finds the entry states of its segments itself.
 _MOST_TOKENS_OWN_ENTRY = 2048
+# What that costs there for each token, in walks over it.
+_ENTRY_COST = 0.5
 # Of Triton, whose Gluon changes: those that the kernel for Hopper is written for.
 _GLUON_VERSIONS = ("3.6", "3.7")
 _HOPPER_REGISTERS = 240
@@ -119,7 +121,7 @@ def choose_config(info: backend.DeviceInfo, headdim: int, dstate: int, dot: torc
 
 
 def fits_hopper(
-    info: backend.DeviceInfo, headdim: int, dstate: int, dot: torch.dtype, dt_low: float, tma_legal: bool, vectors: int
+    info: backend.DeviceInfo, headdim: int, dstate: int, dot: torch.dtype, dt_low: float, tma_legal: bool
 ) -> bool:
     """Whether `_scan_hopper_kernel` takes a call.
 
@@ -129,7 +131,6 @@ def fits_hopper(
         dot: dtype of x, B and C.
         dt_low: least time step, whose logarithm the kernel uses.
         tma_legal: whether TMA can read x, B, C and z.
-        vectors: elements of a sequence's vectors, whose descriptor counts in int32.
     """
     return (
         info.architecture == "cuda:90"
@@ -139,7 +140,6 @@ def fits_hopper(
         and dstate <= 128
         and dt_low >= 0.0
         and tma_legal
-        and vectors < 2**31
     )
 
 
@@ -281,9 +281,7 @@ def _plan(
     z_stride = backend.strides(z, 4)
     z_unit = 8 if z_stride[3] == 1 and not any(stride % 8 for stride in z_stride[:3]) else 1
     z_legal = z is None or (z_aligned and z[2] == x_dtype and z_unit == 8 and all(z_stride[:3]))
-    hopper = fits_hopper(
-        info, headdim, dstate, dot, dt_limit[0], tma_legal and z_legal, 4 * (seqlen + 63) * nheads
-    )  # fmt: skip
+    hopper = fits_hopper(info, headdim, dstate, dot, dt_limit[0], tma_legal and z_legal)
     # Without D, whose term is exact, the rounding of what is added to the state would show in out.
     compensated = dot == torch.bfloat16 and D is None
     rule = hopper_config(info, dstate, z is not None) if hopper else choose_config(info, headdim, dstate, dot, exact)
@@ -321,7 +319,7 @@ def _plan(
             rest = units % info.multiprocessors
             nsegments = min(info.multiprocessors // rest, nslots_row, _MOST_SEGMENTS) if rest else 1
             first_unit = units - rest if nsegments > 1 else units
-            skew = best_skew(nsegments, nslots_row)
+            skew = best_skew(nsegments, nslots_row, _ENTRY_COST)
         else:
             first_unit, nsegments = choose_segments(units, 1, info.multiprocessors, most_segments)
             skew = 0
@@ -355,7 +353,7 @@ def _plan(
         ),
         (
             dstate, dt_softplus, split_sum, nvectors, config.block_chunk, block_heads, block_dstate, unit, wide,
-            _DOT[dot], precision, early,
+            _DOT[dot], precision, not cut, early,
         ),
     )  # fmt: skip
     launches = [(prepare, "dt A dt_bias B C seq_idx cu_seqlens vectors exits gram gram_log2")]
@@ -389,23 +387,34 @@ def _plan(
     gram_dtype = torch.float16 if hopper else torch.float32
     hopper_programs = first_unit + nunits * nsegments
     if hopper:
-        from tilegym_mamba2.ops.mamba_chunk_scan._triton_hopper import _scan_hopper_kernel
+        from tilegym_mamba2.ops.mamba_chunk_scan._triton_hopper import _scan_hopper_kernel, row_tiles, token_tiles
 
+        block = max(block_dstate, 64)
         output = backend.Launch(
             _scan_hopper_kernel,
             hopper_programs,
             (
-                *sizes, skew, first_unit, max(nunits, 1), first_pair, *x_stride[:3], *B_stride[:3], *C_stride[:3],
-                *z_stride[:3], *D_stride, *initial_stride,
+                *sizes, skew, first_unit, max(nunits, 1), first_pair, *D_stride, *initial_stride,
             ),
-            (
-                headdim, dstate, max(block_dstate, 64), compensated, headdim % 64 == 0 and x_stride[2] == headdim,
-                config.output.num_stages, _HOPPER_REGISTERS, early,
-            ),
+            (headdim, dstate, block, compensated, config.output.num_stages, _HOPPER_REGISTERS, early),
             config.output._replace(num_stages=1),
             early=early,
+            tiles=(
+                token_tiles(dot, x[0], x_stride, 64), None if z is None else token_tiles(dot, x[0], z_stride, 64),
+                token_tiles(dot, B[0], B_stride, block), token_tiles(dot, B[0], C_stride, block),
+                row_tiles(gram_dtype, nslots * ngroups * 64, 64, 64),
+                row_tiles(torch.float32, nslots * ngroups, 64, 1),
+                row_tiles(torch.float32, nslots * nheads, nvectors * 64, 1),
+                None if packed else token_tiles(dot, x[0], backend.contiguous(x[0]), 64),
+            ),
         )  # fmt: skip
-        launches.append((output, f"{inputs} {made} flags".replace("seq_idx ", "").replace("exits ", "")))
+        launches.append(
+            (
+                output,
+                "D initial_states cu_seqlens part_states part_decays final_states flags out "
+                "x z B C gram gram_log2 vectors out",
+            )
+        )
         again = backend.Launch(
             _scan_again_kernel,
             min(2 * hopper_programs, 2 * info.multiprocessors),
