@@ -655,6 +655,33 @@ def test_a_task_that_fails_or_hangs_has_no_time():
     assert not fresh._running
 
 
+@pytest.mark.parametrize(("output", "found"), [("compiling\n[0.5, null]\n", [0.5, None]), ("", [None, None])])
+def test_a_process_that_ends_when_its_time_does(
+    monkeypatch: pytest.MonkeyPatch, output: str, found: list[float | None]
+) -> None:
+    """The time is up before the process has ended, and when it is to be ended it has, with status 0."""
+    started = subprocess.Popen
+
+    class Late:
+        def __init__(self, command: list[str], **options: Any):
+            self.process = started([sys.executable, "-c", f"print({output!r}, end='')"], **options)
+            self.pid = self.process.pid
+
+        def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+            self.process.wait()
+            if timeout is not None:
+                raise subprocess.TimeoutExpired([], timeout)
+            return self.process.communicate()
+
+        @property
+        def returncode(self) -> int | None:
+            return self.process.returncode
+
+    monkeypatch.setattr(fresh.subprocess, "Popen", Late)
+    assert fresh.Task("torch-reference", 64, ("latency-256", "headline")).run({}, seconds_at_most=1.0) == found
+    assert not fresh._running
+
+
 def test_compiling_ahead_gives_up_and_says_what_it_took():
     reference = peers.find_implementation("torch-reference")
     assert fresh.compile_tasks([HEADLINE], [reference], CPU) == []  # it compiles nothing

@@ -67,7 +67,6 @@ class Task:
         """Seconds of each call, None for what failed or came too late."""
         command = [sys.executable, "-m", __name__, self.implementation, str(self.chunk_size), *self.workloads]
         # A session of its own, so that the compilers that it starts are ended with it.
-        output = ""
         process = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -81,12 +80,14 @@ class Task:
             output, _ = process.communicate(timeout=seconds_at_most)
         except subprocess.TimeoutExpired:
             _end(process)
-            process.communicate()
+            # One that ended just then, by itself, has said all that it had to say.
+            output, _ = process.communicate()
         finally:
             _running.discard(process)
-        if process.returncode != 0:
+        lines = output.splitlines()
+        if process.returncode != 0 or not lines:
             return [None] * len(self.workloads)
-        return cast(list[float | None], json.loads(output.splitlines()[-1]))
+        return cast(list[float | None], json.loads(lines[-1]))
 
 
 _running: set["subprocess.Popen[str]"] = set()
