@@ -12,7 +12,6 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.util
-import itertools
 import math
 import operator
 import os
@@ -30,6 +29,7 @@ import torch
 
 from tilegym_mamba2 import tuning
 from tilegym_mamba2.backends._compile import no_collection
+from tilegym_mamba2.backends._memory import contiguous, empty_on
 from tilegym_mamba2.registry import Backend, register_backend
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _torch_c: Any = cast(Any, torch)._C
 _DEPENDENT: tuple[dict[str, bool], ...] = ({}, {"programmatic_dependent_launch": True})
 ABSENT = 0  # stands for an array that a call does not have: the cheapest argument
 _ALIGNMENT = 256  # bytes
+_CURRENT_GPU = torch.device("cuda")
 _TYPE_STRINGS = {torch.float32: "<f4", torch.bfloat16: "<V2", torch.float16: "<f2"}
 
 _Candidate = TypeVar("_Candidate")
@@ -198,7 +199,7 @@ class Launches:
         self._launches = [
             (launch, operator.itemgetter(*map(names.index, arrays.split()))) for launch, arrays in launches
         ]
-        self._results = [(shape, _contiguous(shape), dtype) for shape, dtype in results.values()]
+        self._results = [(shape, contiguous(shape), dtype) for shape, dtype in results.values()]
         self._pieces: list[tuple[int, tuple[int, ...], torch.dtype, dict[str, Any]]] = []
         self._nbytes = 0
         for shape, dtype in scratch.values():
@@ -217,7 +218,7 @@ class Launches:
             return self._run(tensors, index)
 
     def _run(self, tensors: tuple[torch.Tensor | None, ...], index: int) -> list[torch.Tensor]:
-        empty = _empty_on_gpu()
+        empty = empty_on(_CURRENT_GPU)
         results: list[torch.Tensor] = [empty(*layout) for layout in self._results]
         memory = empty((self._nbytes,), (1,), torch.uint8)
         base = memory.data_ptr()
@@ -252,18 +253,6 @@ class Launches:
         for launch, pick in self._launches:
             launch(pick(arrays))
         return results
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]
-
-
-@functools.cache
-def _empty_on_gpu() -> Callable[..., torch.Tensor]:
-    """A function of shape, strides and dtype, for the current device."""
-    # torch.empty takes three times as long, all of it in finding this function.
-    fast = getattr(_torch_c._dynamo.guards, "_empty_strided_cuda", None)
-    return functools.partial(torch.empty_strided, device="cuda") if fast is None else fast
 
 
 def launch(kernel: "ct.kernel", grid: tuple[int, ...], arguments: tuple[Any, ...], hints: Hints = _NO_HINTS) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from tilegym_mamba2 import tuning
 from tilegym_mamba2.backends._compile import at_once, no_collection
+from tilegym_mamba2.backends._memory import contiguous, empty_on
 from tilegym_mamba2.registry import Backend, register_backend
 
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
@@ -152,7 +153,7 @@ class Launch(_Runnable):
         self._options = {name: value for name, value in options._asdict().items() if value is not None}
         # Two launches with equal keys have the same compiled kernel: an int counts by what Triton tells apart.
         classes = tuple((n == 1, n % 16 == 0, n >= 2**31) if isinstance(n, int) else float for n in numbers)
-        blocks = tuple(None if one is None else (one.block, repr(one.layout)) for one in tiles)
+        blocks = tuple(None if one is None else (one.block, one.layout) for one in tiles)
         self._key = (kernel, classes, constants, options, blocks)
         self._ready: dict[Any, tuple[_Enqueue, int]] = {}
 
@@ -170,7 +171,7 @@ class Launch(_Runnable):
         attributes: dict[tuple[int], Any] = {}
         values = (*self._operands(tensors), *self._arguments)
         for index, (parameter, value) in enumerate(zip(self._kernel.params, values, strict=True)):
-            if index >= len(tensors) - len(self._tiles) and hasattr(value, "block_shape"):
+            if hasattr(value, "block_shape"):  # a descriptor
                 signature[parameter.name] = mangle_type(value)
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = _POINTERS[value.dtype]
@@ -307,10 +308,7 @@ class Launches(_Runnable):
             steps.append((enqueue, pick, end))
             end += -(-scratch_bytes // 256) * 256
         layouts = [(shape, contiguous(shape), dtype) for _, shape, dtype in self._results]
-        # torch.empty takes three times as long, all of it in finding this function.
-        fast = getattr(_torch._dynamo.guards, "_empty_strided_cuda", None)
-        empty = functools.partial(_empty, device) if fast is None or device.type != "cuda" else fast
-        return empty, layouts, ((end,), (1,), torch.int8), self._offsets[:-1], steps
+        return empty_on(device), layouts, ((end,), (1,), torch.int8), self._offsets[:-1], steps
 
     def _compile(self, values: tuple[Any, ...], alignment: Any, device: torch.device) -> None:
         """Compiles and loads at once what is not yet compiled: one kernel takes seconds."""
@@ -338,15 +336,6 @@ class Launches(_Runnable):
         for launch, indices in self._launches:
             launch(tuple([values[index] for index in indices]), device)
         return results
-
-
-def _empty(device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]
 
 
 def _pointers(tensors: tuple[torch.Tensor | None, ...]) -> tuple[list[int | None], int]:
@@ -397,25 +386,21 @@ def _encoder(kernel: Any, tiles: tuple[Tiles | None, ...]) -> Callable[[Any], An
     utils = active.utils
     encode = getattr(utils, "fill_tma_descriptor", None) or utils.fill_tma_descriptor_tiled
     metadata = iter(kernel.metadata.tensordesc_meta)
-    constants: list[tuple[Any, ...] | None] = []
+    how: list[tuple[Any, ...] | None] = []
     for one in tiles:
         if one is None:
-            constants.append(None)
+            how.append(None)
             continue
         made = next(metadata)
         element = made["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[made["elem_type"]]
-        block, shape, strides = list(made["block_size"]), list(one.shape), list(one.strides)
-        constants.append((made["swizzle"], *element, block, shape, strides, 0))
+        how.append((made["swizzle"], *element, list(made["block_size"]), list(one.shape), list(one.strides), 0))
+    sizes = [() if one is None else (*one.shape, *one.strides) for one in tiles]
 
     def operands(pointers: Any) -> Any:
         values = list(pointers[: -len(tiles)])
-        for pointer, constant in zip(pointers[-len(tiles) :], constants, strict=True):
-            if constant is None:
-                values.append(None)
-            else:
-                values.append(encode(pointer, *constant))
-                values += constant[4]
-                values += constant[5]
+        for pointer, encoding, more in zip(pointers[-len(tiles) :], how, sizes, strict=True):
+            values.append(None if encoding is None else encode(pointer, *encoding))
+            values += more
         return values
 
     return operands

@@ -9,6 +9,8 @@ compute the weights of the next one. Where no kernel has made the states of part
 state, of x and B from the sequence's beginning on.
 """
 
+from typing import Any
+
 import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -25,6 +27,7 @@ from tilegym_mamba2.backends.triton import Tiles
 BLOCK_CHUNK = 64
 BLOCK_HEADDIM = 64
 ITEMS = 2
+_TOKEN_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
 
 _CHUNK = gl.constexpr(BLOCK_CHUNK)
 _HEADDIM = gl.constexpr(BLOCK_HEADDIM)
@@ -56,19 +59,15 @@ _WEIGHT = gl.constexpr(
     )
 )
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_TOKENS = gl.constexpr(_TOKEN_LAYOUT)
 _VECTOR = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
 
 
-def token_tiles(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], columns: int) -> Tiles:
-    """Tiles of BLOCK_CHUNK tokens and some columns of a (batch, seqlen, nheads or ngroups, columns)."""
-    order = (0, 2, 1, 3)
-    return Tiles(
-        dtype,
-        tuple(shape[axis] for axis in order),
-        tuple(strides[axis] for axis in order),
-        (1, 1, BLOCK_CHUNK, columns),
-        gl.NVMMASharedLayout(128, 16, 4),
-    )
+def token_tiles(layout: Any, columns: int) -> Tiles:
+    """Tiles of BLOCK_CHUNK tokens and some columns, of the layout of a (batch, seqlen, nheads or ngroups, columns)."""
+    (batch, seqlen, nheads, width), (stride_batch, stride_token, stride_head, stride), dtype = layout
+    shape, strides = (batch, nheads, seqlen, width), (stride_batch, stride_head, stride_token, stride)
+    return Tiles(dtype, shape, strides, (1, 1, BLOCK_CHUNK, columns), _TOKEN_LAYOUT)
 
 
 def row_tiles(dtype: torch.dtype, nrows: int, ncolumns: int, rows: int) -> Tiles:
@@ -259,7 +258,7 @@ def _walk(
             shape=[1, nheads, stop_token, HEADDIM],
             strides=[stride_token, HEADDIM, stride_token, 1],
             block_shape=[1, 1, _CHUNK, _HEADDIM],
-            layout=gl.NVMMASharedLayout(128, 16, 4),
+            layout=_TOKENS,
         )
     else:
         out_tiles = out
@@ -540,10 +539,7 @@ def _scan_hopper_kernel(
                     COMPENSATED, STAGES, EARLY,
                 ),
             ),
-            (
-                _fetch,
-                (sources, rings, full, empty, places, HAS_Z, STAGES, EARLY),
-            ),
+            (_fetch, (sources, rings, full, empty, places, HAS_Z, STAGES, EARLY)),
         ],
         [4, 1],
         [WORKER_REGISTERS, 504 - 2 * WORKER_REGISTERS],

@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilegym_mamba2.backends import triton as backend
+from tilegym_mamba2.backends._memory import contiguous
 from tilegym_mamba2.ops.mamba_chunk_scan._segments import best_skew
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_again import _scan_again_kernel
 from tilegym_mamba2.ops.mamba_chunk_scan._triton_blocks import VECTORS
@@ -389,23 +390,23 @@ def _plan(
     if hopper:
         from tilegym_mamba2.ops.mamba_chunk_scan._triton_hopper import _scan_hopper_kernel, row_tiles, token_tiles
 
-        block = max(block_dstate, 64)
+        columns_state = max(block_dstate, config.block_headdim)
         output = backend.Launch(
             _scan_hopper_kernel,
             hopper_programs,
-            (
-                *sizes, skew, first_unit, max(nunits, 1), first_pair, *D_stride, *initial_stride,
-            ),
-            (headdim, dstate, block, compensated, config.output.num_stages, _HOPPER_REGISTERS, early),
+            (*sizes, skew, first_unit, max(nunits, 1), first_pair, *D_stride, *initial_stride),
+            (headdim, dstate, columns_state, compensated, config.output.num_stages, _HOPPER_REGISTERS, early),
             config.output._replace(num_stages=1),
             early=early,
             tiles=(
-                token_tiles(dot, x[0], x_stride, 64), None if z is None else token_tiles(dot, x[0], z_stride, 64),
-                token_tiles(dot, B[0], B_stride, block), token_tiles(dot, B[0], C_stride, block),
-                row_tiles(gram_dtype, nslots * ngroups * 64, 64, 64),
-                row_tiles(torch.float32, nslots * ngroups, 64, 1),
-                row_tiles(torch.float32, nslots * nheads, nvectors * 64, 1),
-                None if packed else token_tiles(dot, x[0], backend.contiguous(x[0]), 64),
+                token_tiles(x, config.block_headdim),
+                None if z is None else token_tiles(z, config.block_headdim),
+                token_tiles(B, columns_state),
+                token_tiles(C, columns_state),
+                row_tiles(gram_dtype, nslots * ngroups * config.block_chunk, config.block_chunk, config.block_chunk),
+                row_tiles(torch.float32, nslots * ngroups, config.block_chunk, 1),
+                row_tiles(torch.float32, nslots * nheads, nvectors * config.block_chunk, 1),
+                None if packed else token_tiles((x[0], contiguous(x[0]), dot), config.block_headdim),
             ),
         )  # fmt: skip
         launches.append(
