@@ -62,9 +62,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
         implementation._plan.cache_clear()
         return flags
 
-    # The interpreter has no TMA.
-    choose = implementation.hopper_config
-    monkeypatch.setattr(implementation, "hopper_config", lambda *a: choose(*a)._replace(use_tma=False))
     yield use
     implementation._plan.cache_clear()
 

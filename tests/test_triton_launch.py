@@ -100,7 +100,9 @@ def test_tensor_maps_are_those_that_triton_makes(monkeypatch: pytest.MonkeyPatch
     enqueue, _ = backend._enqueue(kernel.compiled, 6, (5,), tiles=tiles)
     enqueue(11, None, [16, 32, None, 48])
 
-    first, second = (backend._descriptor(one, pointer) for one, pointer in ((tiles[0], 32), (tiles[2], 48)))
+    first, second = (
+        backend._descriptor(one, backend._Base(one.dtype, pointer)) for one, pointer in ((tiles[0], 32), (tiles[2], 48))
+    )
     run(6, 1, 1, 11, 7, (4, 1, 0), None, None, None, 16, first, None, second, 5)
     ours, theirs = ([list(one) if isinstance(one, tuple) else one for one in launched] for launched in kernel.launched)
     assert ours == theirs

@@ -65,14 +65,14 @@ class Tiles(NamedTuple):
         shape: of the tensor; beyond it 0 is read, and nothing is written.
         strides: of the tensor, in elements.
         block: its shape.
-        layout: of the block in shared memory, as Gluon has it.
+        layout: of the block in shared memory, for kernels in Gluon.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: tuple[int, ...]
-    layout: Any
+    layout: Any = None
 
 
 class DeviceInfo(NamedTuple):
@@ -212,7 +212,7 @@ class Launch(_Runnable):
         if not self._tiles:
             return tensors
         first = len(tensors) - len(self._tiles)
-        return (*tensors[:first], *[None if one is None else _descriptor(one) for one in self._tiles])
+        return (*tensors[:first], *[None if one is None else _descriptor(one, _Base(one.dtype)) for one in self._tiles])
 
     def is_compiled(self, tensors: tuple[Any, ...], alignment: Any, index: int) -> bool:
         """Whether `prepared` with these arguments has no kernel to compile."""
@@ -239,7 +239,7 @@ class Launch(_Runnable):
         if _recording is not None:
             _recording[1].append((self, tensors))
         else:
-            _interpret(self._kernel, self.programs, tensors, self._arguments)
+            _interpret(self._kernel, self.programs, tensors, self._arguments, self._tiles)
 
 
 class Result(NamedTuple):
@@ -360,18 +360,22 @@ class _Base(NamedTuple):
     """What Triton asks of the tensor that a descriptor is for."""
 
     dtype: torch.dtype
-    pointer: int
+    pointer: int = 0
 
     def data_ptr(self) -> int:
         return self.pointer
 
 
-def _descriptor(tiles: Tiles, pointer: int = 0) -> Any:
-    """`tiles` of the tensor at `pointer` as Triton has it."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+def _descriptor(tiles: Tiles, base: Any) -> Any:
+    """`tiles` of a tensor, or of the `_Base` that stands for one, as Triton has it."""
+    arguments = (base, list(tiles.shape), list(tiles.strides), list(tiles.block))
+    if tiles.layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
-    base = _Base(tiles.dtype, pointer)
-    return TensorDescriptor(base, list(tiles.shape), list(tiles.strides), list(tiles.block), tiles.layout)
+        return TensorDescriptor(*arguments)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor(*arguments, tiles.layout)
 
 
 def _encoder(kernel: Any, tiles: tuple[Tiles | None, ...]) -> Callable[[Any], Any]:
@@ -434,7 +438,7 @@ def _enqueue(
             triton.set_allocator(_allocate)
             first = len(pointers) - len(tiles)
             described = [
-                None if one is None else _descriptor(one, pointer)
+                None if one is None else _descriptor(one, _Base(one.dtype, pointer))
                 for one, pointer in zip(tiles, pointers[first:], strict=True)
             ]
             run(
@@ -445,7 +449,7 @@ def _enqueue(
 
     launch: Any = run.launch
     operands: Callable[[Any], Any] = tuple
-    if tiles:
+    if any(tiles):  # else all are constants, whose values no launcher looks at
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         operands = _encoder(kernel, tiles)
     cooperative, dependent = run.launch_cooperative_grid, early or run.launch_pdl
@@ -482,7 +486,11 @@ def strides(layout: tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ndim
 
 
 def _interpret(
-    kernel: Any, programs: int, tensors: tuple[torch.Tensor | None, ...], arguments: tuple[Any, ...]
+    kernel: Any,
+    programs: int,
+    tensors: tuple[torch.Tensor | None, ...],
+    arguments: tuple[Any, ...],
+    tiles: tuple[Tiles | None, ...],
 ) -> None:
     """Runs a kernel in Triton's interpreter, with float32 for bfloat16: it truncates what it stores as bfloat16, and
     multiplies matrices of the raw bits. NaN and infinity aren't worth numpy's warnings."""
@@ -490,7 +498,7 @@ def _interpret(
     import triton.language as tl
 
     arguments = tuple(tl.float32 if argument is tl.bfloat16 else argument for argument in arguments)
-    operands = list(tensors)
+    operands: list[Any] = list(tensors)
     narrow: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16:
@@ -498,6 +506,12 @@ def _interpret(
             wide = memory.float()
             operands[index] = wide.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             narrow.append((memory, wide, wide.clone()))
+    first = len(operands) - len(tiles)
+    for index, one in enumerate(tiles, first):
+        if one is None:
+            operands[index] = None
+        elif one.layout is None:  # there is no interpreter of Gluon
+            operands[index] = _descriptor(one, operands[index])
     with np.errstate(all="ignore"):
         kernel[(programs,)](*operands, *arguments)
     for memory, wide, before in narrow:

@@ -119,11 +119,12 @@ def _scan_again_kernel(
                 scan_item(
                     pair, segment, segments, headdim_first, x_ptr, B_ptr, C_ptr, z_ptr, D_ptr, initial_ptr, seq_idx_ptr,
                     cu_seqlens_ptr, gram_ptr, gram_log2_ptr, vectors_ptr, exit_ptr, part_states_ptr, part_decay_ptr,
-                    out_ptr, final_ptr, seqlen, nheads, ngroups, nslots_row, nparts_segment, nparts, skew, first_pair,
+                    out_ptr, final_ptr, None, None, None, None, seqlen, nheads, ngroups, nslots_row, nparts_segment,
+                    nparts, skew, first_pair,
                     stride_x_batch, stride_x_token, stride_x_head, stride_B_batch, stride_B_token, stride_B_group,
                     stride_C_batch, stride_C_token, stride_C_group, stride_z_batch, stride_z_token, stride_z_head,
                     stride_D_head, stride_D_headdim, stride_initial_batch, stride_initial_head, stride_initial_headdim,
                     stride_initial_dstate, stride_seq_idx_batch, stride_seq_idx_token, stride_x_headdim,
                     stride_B_dstate, stride_C_dstate, stride_z_headdim, HEADDIM, DSTATE, False, COMPENSATED, NVECTORS,
-                    BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, UNIT, Z_UNIT, WIDE, False, DOT, "ieee", 1, True,
+                    BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE, UNIT, Z_UNIT, WIDE, DOT, "ieee", 1, True,
                 )  # fmt: skip

@@ -27,39 +27,32 @@ def segment_first(segment, nsegments, nslots, skew):
 
 @triton.jit
 def slots_of_sequence(cu_seqlens_ptr, sequence, seqlen, nslots_row, BLOCK_CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """A sequence's batch row, first token in it, length, first slot and number of slots."""
+    """A sequence's batch row, first token in it, length, first slot and number of slots.
+
+    Slots of all heads fit an int32: the vectors of 2**31 would fill a terabyte.
+    """
     if PACKED:
         begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64) - begin).to(tl.int32)
         row = tl.zeros((), tl.int64)
-        slot = begin // BLOCK_CHUNK + sequence
+        slot = (begin // BLOCK_CHUNK).to(tl.int32) + sequence
         nslots = tl.cdiv(length, BLOCK_CHUNK)
     else:
         begin = tl.zeros((), tl.int64)
         length = seqlen
         row = sequence.to(tl.int64)
-        slot = row * nslots_row
+        slot = sequence * nslots_row
         nslots = nslots_row
     return row, begin, length, slot, nslots
 
 
 @triton.jit
-def tile_source(
-    ptr,
-    length,
-    stride_token,
-    NCOLUMNS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    USE_TMA: tl.constexpr,
-):
-    """What `load_tile` reads tokens from: a tensor descriptor, or the pointer itself."""
-    if USE_TMA:
-        source = tl.make_tensor_descriptor(
-            ptr, shape=[length, NCOLUMNS], strides=[stride_token, 1], block_shape=[BLOCK_TOKENS, BLOCK_COLUMNS]
-        )
+def tile_source(ptr, tiles, row, begin, head, stride_batch, stride_token, stride_head):
+    """What `load_tile` reads the tokens of a sequence and a head or group from: tiles of the tensor, or a pointer."""
+    if tiles is not None:
+        source = (tiles, row.to(tl.int32), head, begin.to(tl.int32))
     else:
-        source = ptr
+        source = ptr + row * stride_batch + begin * stride_token + head.to(tl.int64) * stride_head
     return source
 
 
@@ -78,9 +71,14 @@ def load_tile(
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """(BLOCK_TOKENS, BLOCK_COLUMNS) elements from token `first` on, 0 beyond `stop` and NCOLUMNS."""
+    """(BLOCK_TOKENS, BLOCK_COLUMNS) elements from token `first` on, 0 beyond NCOLUMNS and `stop`.
+
+    By TMA those beyond the `stop` of a packed sequence are of the next one: their weights are 0, which a careful walk
+    heeds.
+    """
     if USE_TMA:
-        tile = source.load([first, column])
+        tiles, row, head, begin = source
+        tile = tiles.load([row, head, begin + first, column]).reshape(BLOCK_TOKENS, BLOCK_COLUMNS)
     else:
         tokens = tl.arange(0, BLOCK_TOKENS)
         columns = column + tl.arange(0, BLOCK_COLUMNS)

@@ -9,8 +9,6 @@ compute the weights of the next one. Where no kernel has made the states of part
 state, of x and B from the sequence's beginning on.
 """
 
-from typing import Any
-
 import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -27,7 +25,7 @@ from tilegym_mamba2.backends.triton import Tiles
 BLOCK_CHUNK = 64
 BLOCK_HEADDIM = 64
 ITEMS = 2
-_TOKEN_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+TOKENS = gl.NVMMASharedLayout(128, 16, 4)
 
 _CHUNK = gl.constexpr(BLOCK_CHUNK)
 _HEADDIM = gl.constexpr(BLOCK_HEADDIM)
@@ -59,15 +57,8 @@ _WEIGHT = gl.constexpr(
     )
 )
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_TOKENS = gl.constexpr(_TOKEN_LAYOUT)
+_TOKENS = gl.constexpr(TOKENS)
 _VECTOR = gl.constexpr(gl.NVMMASharedLayout(0, 32, 1))
-
-
-def token_tiles(layout: Any, columns: int) -> Tiles:
-    """Tiles of BLOCK_CHUNK tokens and some columns, of the layout of a (batch, seqlen, nheads or ngroups, columns)."""
-    (batch, seqlen, nheads, width), (stride_batch, stride_token, stride_head, stride), dtype = layout
-    shape, strides = (batch, nheads, seqlen, width), (stride_batch, stride_head, stride_token, stride)
-    return Tiles(dtype, shape, strides, (1, 1, BLOCK_CHUNK, columns), _TOKEN_LAYOUT)
 
 
 def row_tiles(dtype: torch.dtype, nrows: int, ncolumns: int, rows: int) -> Tiles:

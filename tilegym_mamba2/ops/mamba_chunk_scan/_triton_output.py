@@ -135,7 +135,7 @@ def _walk(
     for c in tl.range(part_first, part_stop, num_stages=NUM_STAGES):
         first = c * BLOCK_CHUNK
         block = (slot + c) * nheads + head
-        vectors = vectors_ptr + block * (NVECTORS * BLOCK_CHUNK)
+        vectors = vectors_ptr + block.to(tl.int64) * (NVECTORS * BLOCK_CHUNK)
         x = load_tile(
             x_source, first, length, headdim_first, x_token, stride_x_headdim, HEADDIM, BLOCK_CHUNK, BLOCK_HEADDIM,
             USE_TMA, WIDE, DOT,
@@ -143,7 +143,7 @@ def _walk(
         C = load_tile(
             C_source, first, length, 0, C_token, stride_C_dstate, DSTATE, BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA, WIDE, DOT,
         )  # (chunk, dstate)  # fmt: skip
-        gram_row = ((slot + c) * ngroups + group) * BLOCK_CHUNK
+        gram_row = ((slot + c) * ngroups + group).to(tl.int64) * BLOCK_CHUNK
         gram_ptrs = gram_ptr + gram_row * BLOCK_CHUNK + position[:, None] * BLOCK_CHUNK + position[None, :]
         gram = tl.load(gram_ptrs)  # (chunk i, chunk j)
         sums = tl.load(vectors + SUM_LOG2 * BLOCK_CHUNK + position)  # (chunk,)
@@ -201,7 +201,9 @@ def _walk(
             z = tl.load(z_ptrs, mask=inside, other=0.0).to(tl.float32)  # (chunk, headdim)
             y = y * silu(z)
         if USE_TMA:
-            out_sink.store([first, headdim_first], y.to(out_base.dtype.element_ty))
+            tiles, row, tile_head, begin = out_sink
+            y_tile = y.to(out_base.dtype.element_ty).reshape(1, 1, BLOCK_CHUNK, BLOCK_HEADDIM)
+            tiles.store([row, tile_head, begin + first, headdim_first], y_tile)
         else:
             out_ptrs = out_base + tokens[:, None] * (nheads * HEADDIM) + headdims[None, :]
             tl.store(out_ptrs, y.to(out_base.dtype.element_ty), mask=inside)
@@ -230,6 +232,10 @@ def scan_item(
     part_decay_ptr,
     out_ptr,
     final_ptr,
+    x_tiles,
+    B_tiles,
+    C_tiles,
+    out_tiles,
     seqlen,
     nheads,
     ngroups,
@@ -273,7 +279,6 @@ def scan_item(
     UNIT: tl.constexpr,
     Z_UNIT: tl.constexpr,
     WIDE: tl.constexpr,
-    USE_TMA: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -284,6 +289,7 @@ def scan_item(
     The second walk, with selections and with float16 operands that fit, is for what met something not finite. AGAIN
     says that this is known, and leaves the first out.
     """
+    USE_TMA: tl.constexpr = x_tiles is not None
     sequence = pair // nheads
     head = pair % nheads
     group = head // (nheads // ngroups)
@@ -297,15 +303,23 @@ def scan_item(
     B_token = stride_B_token * UNIT
     C_token = stride_C_token * UNIT
     head_long = head.to(tl.int64)
-    group_long = group.to(tl.int64)
-    x_base = x_ptr + row * (stride_x_batch * UNIT) + begin * x_token + head_long * (stride_x_head * UNIT)
-    B_base = B_ptr + row * (stride_B_batch * UNIT) + begin * B_token + group_long * (stride_B_group * UNIT)
-    C_base = C_ptr + row * (stride_C_batch * UNIT) + begin * C_token + group_long * (stride_C_group * UNIT)
     out_base = out_ptr + ((row * seqlen + begin) * nheads + head) * HEADDIM
-    x_source = tile_source(x_base, length, x_token, HEADDIM, BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
-    B_source = tile_source(B_base, length, B_token, DSTATE, BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
-    C_source = tile_source(C_base, length, C_token, DSTATE, BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
-    out_sink = tile_source(out_base, length, nheads * HEADDIM, HEADDIM, BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
+    x_source = tile_source(x_ptr, x_tiles, row, begin, head, stride_x_batch * UNIT, x_token, stride_x_head * UNIT)
+    B_source = tile_source(B_ptr, B_tiles, row, begin, group, stride_B_batch * UNIT, B_token, stride_B_group * UNIT)
+    C_source = tile_source(C_ptr, C_tiles, row, begin, group, stride_C_batch * UNIT, C_token, stride_C_group * UNIT)
+    if out_tiles is not None:
+        out_sink = (out_tiles, row.to(tl.int32), head, begin.to(tl.int32))
+    elif USE_TMA:  # the last block of a packed sequence must leave the next one's tokens alone
+        stride_token = nheads.to(tl.int64) * HEADDIM
+        tiles = tl.make_tensor_descriptor(
+            out_ptr,
+            shape=[1, nheads, (begin + length).to(tl.int32), HEADDIM],
+            strides=[stride_token, HEADDIM, stride_token, 1],
+            block_shape=[1, 1, BLOCK_CHUNK, BLOCK_HEADDIM],
+        )
+        out_sink = (tiles, 0, head, begin.to(tl.int32))
+    else:
+        out_sink = out_base
     headdims = headdim_first + tl.arange(0, BLOCK_HEADDIM)
     dstates = tl.arange(0, BLOCK_DSTATE)
     inside = (headdims < HEADDIM)[:, None] & (dstates < DSTATE)[None, :]
@@ -411,6 +425,10 @@ def _scan_output_kernel(
     part_decay_ptr,
     out_ptr,
     final_ptr,
+    x_tiles,
+    B_tiles,
+    C_tiles,
+    out_tiles,
     seqlen: tl.int32,
     nheads: tl.int32,
     ngroups: tl.int32,
@@ -455,7 +473,6 @@ def _scan_output_kernel(
     UNIT: tl.constexpr,
     Z_UNIT: tl.constexpr,
     WIDE: tl.constexpr,
-    USE_TMA: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -474,12 +491,12 @@ def _scan_output_kernel(
         segment = (program - first_pair) // npairs
     scan_item(
         pair, segment, nsegments, headdim_first, x_ptr, B_ptr, C_ptr, z_ptr, D_ptr, initial_ptr, seq_idx_ptr,
-        cu_seqlens_ptr, gram_ptr, gram_log2_ptr, vectors_ptr, exit_ptr, part_states_ptr, part_decay_ptr,
-        out_ptr, final_ptr, seqlen, nheads, ngroups, nslots_row, nparts_segment, nparts, 0, first_pair,
-        stride_x_batch, stride_x_token, stride_x_head, stride_B_batch, stride_B_token, stride_B_group,
-        stride_C_batch, stride_C_token, stride_C_group, stride_z_batch, stride_z_token, stride_z_head,
-        stride_D_head, stride_D_headdim, stride_initial_batch, stride_initial_head, stride_initial_headdim,
-        stride_initial_dstate, stride_seq_idx_batch, stride_seq_idx_token, stride_x_headdim, stride_B_dstate,
-        stride_C_dstate, stride_z_headdim, HEADDIM, DSTATE, SPLIT_SUM, COMPENSATED, NVECTORS, BLOCK_CHUNK,
-        BLOCK_HEADDIM, BLOCK_DSTATE, UNIT, Z_UNIT, WIDE, USE_TMA, DOT, PRECISION, NUM_STAGES, False,
+        cu_seqlens_ptr, gram_ptr, gram_log2_ptr, vectors_ptr, exit_ptr, part_states_ptr, part_decay_ptr, out_ptr,
+        final_ptr, x_tiles, B_tiles, C_tiles, out_tiles, seqlen, nheads, ngroups, nslots_row, nparts_segment, nparts, 0,
+        first_pair, stride_x_batch, stride_x_token, stride_x_head, stride_B_batch, stride_B_token, stride_B_group,
+        stride_C_batch, stride_C_token, stride_C_group, stride_z_batch, stride_z_token, stride_z_head, stride_D_head,
+        stride_D_headdim, stride_initial_batch, stride_initial_head, stride_initial_headdim, stride_initial_dstate,
+        stride_seq_idx_batch, stride_seq_idx_token, stride_x_headdim, stride_B_dstate, stride_C_dstate,
+        stride_z_headdim, HEADDIM, DSTATE, SPLIT_SUM, COMPENSATED, NVECTORS, BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE,
+        UNIT, Z_UNIT, WIDE, DOT, PRECISION, NUM_STAGES, False,
     )  # fmt: skip

@@ -107,7 +107,7 @@ def sum_part(
         block = (slot + c) * nheads + head
         decay = tl.load(exit_ptr + block)
         offsets = (position // BLOCK_CHUNK * nheads * NVECTORS + TO_EXIT) * BLOCK_CHUNK + position % BLOCK_CHUNK
-        vectors = vectors_ptr + block * (NVECTORS * BLOCK_CHUNK)
+        vectors = vectors_ptr + block.to(tl.int64) * (NVECTORS * BLOCK_CHUNK)
         if PAIR == 2:
             last = (part_stop - c) * BLOCK_CHUNK
             to_exit = tl.load(vectors + offsets, mask=position < last, other=0.0)  # (step,)
@@ -133,6 +133,8 @@ def _write_part(
     exit_ptr,
     part_states_ptr,
     part_decay_ptr,
+    x_tiles,
+    B_tiles,
     program,
     seqlen,
     nheads,
@@ -161,7 +163,6 @@ def _write_part(
     COMPENSATED: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
-    USE_TMA: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -185,15 +186,14 @@ def _write_part(
     x_token = stride_x_token * UNIT
     B_token = stride_B_token * UNIT
     group = head // heads_per_group
-    x_base = x_ptr + row * (stride_x_batch * UNIT) + begin * x_token + head.to(tl.int64) * (stride_x_head * UNIT)
-    B_base = B_ptr + row * (stride_B_batch * UNIT) + begin * B_token + group.to(tl.int64) * (stride_B_group * UNIT)
-    x_source = tile_source(x_base, length, x_token, HEADDIM, PAIR * BLOCK_CHUNK, BLOCK_HEADDIM, USE_TMA)
-    B_source = tile_source(B_base, length, B_token, DSTATE, PAIR * BLOCK_CHUNK, BLOCK_DSTATE, USE_TMA)
+    x_source = tile_source(x_ptr, x_tiles, row, begin, head, stride_x_batch * UNIT, x_token, stride_x_head * UNIT)
+    B_source = tile_source(B_ptr, B_tiles, row, begin, group, stride_B_batch * UNIT, B_token, stride_B_group * UNIT)
+    USE_TMA: tl.constexpr = x_tiles is not None
     state = tl.zeros((BLOCK_HEADDIM, BLOCK_DSTATE), tl.float32)  # (headdim, dstate)
     wait_for_previous(EARLY)
     walk_first = part_first
     if part_stop - part_first > _WORTH_ASKING:
-        exits = exit_ptr + slot.to(tl.int64) * nheads + head
+        exits = exit_ptr + slot * nheads + head
         walk_first = tl.maximum(part_first, _first_remembered(exits, segment_first, segment_stop, nheads))
     state, decay = sum_part(
         state, walk_first, part_stop, x_source, B_source, vectors_ptr, exit_ptr, slot, length, nheads, head,
@@ -242,6 +242,8 @@ def _scan_segment_kernel(
     gram_log2_ptr,
     part_states_ptr,
     part_decay_ptr,
+    x_tiles,
+    B_tiles,
     seqlen: tl.int32,
     nheads: tl.int32,
     ngroups: tl.int32,
@@ -278,7 +280,6 @@ def _scan_segment_kernel(
     COMPENSATED: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
-    USE_TMA: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -288,11 +289,11 @@ def _scan_segment_kernel(
     program = tl.program_id(0)
     if program < nprograms:
         _write_part(
-            x_ptr, B_ptr, cu_seqlens_ptr, vectors_ptr, exit_ptr, part_states_ptr, part_decay_ptr, program, seqlen,
-            nheads, nheads // ngroups, nslots_row, nsegments, nparts_segment, nparts, first_pair, npairs,
-            stride_x_batch, stride_x_token, stride_x_head, stride_B_batch, stride_B_token, stride_B_group,
+            x_ptr, B_ptr, cu_seqlens_ptr, vectors_ptr, exit_ptr, part_states_ptr, part_decay_ptr, x_tiles, B_tiles,
+            program, seqlen, nheads, nheads // ngroups, nslots_row, nsegments, nparts_segment, nparts, first_pair,
+            npairs, stride_x_batch, stride_x_token, stride_x_head, stride_B_batch, stride_B_token, stride_B_group,
             stride_x_headdim, stride_B_dstate, HEADDIM, DSTATE, NVECTORS, BLOCK_CHUNK, BLOCK_HEADDIM, BLOCK_DSTATE,
-            PAIR, COMPENSATED, UNIT, WIDE, USE_TMA, DOT, PRECISION, NUM_STAGES, EARLY,
+            PAIR, COMPENSATED, UNIT, WIDE, DOT, PRECISION, NUM_STAGES, EARLY,
         )  # fmt: skip
     else:
         # Nothing of it depends on the launch before, so it does not wait; parts do, so that this launch ends after it.

@@ -199,6 +199,13 @@ def choose_segments(pairs: int, nblocks: int, resident: int, most: int) -> tuple
     return (pairs, 1) if nsegments == 1 else (first_pair, nsegments)
 
 
+def _tiles(tensor: Any, tokens: int, columns: int, shared: Any = None) -> backend.Tiles:
+    """Tiles of some tokens and columns, of the layout of a (batch, seqlen, nheads or ngroups, columns)."""
+    (batch, seqlen, nheads, width), (stride_batch, stride_token, stride_head, stride), dtype = tensor
+    shape, strides = (batch, nheads, seqlen, width), (stride_batch, stride_head, stride_token, stride)
+    return backend.Tiles(dtype, shape, strides, (1, 1, tokens, columns), shared)
+
+
 def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
@@ -273,6 +280,7 @@ def _plan(
     (batch, seqlen, nheads, headdim), x_stride, x_dtype = x
     (_, _, ngroups, dstate), B_stride, B_dtype = B
     C_stride = C[1]
+    out = (x[0], contiguous(x[0]), x_dtype)
     dot = x_dtype if x_dtype == B_dtype == C[2] else torch.float32
     exact = highest and torch.float32 in (x_dtype, B_dtype, C[2])
     precision = "ieee" if exact else "tf32"
@@ -359,6 +367,7 @@ def _plan(
     )  # fmt: skip
     launches = [(prepare, "dt A dt_bias B C seq_idx cu_seqlens vectors exits gram gram_log2")]
     if cut:
+        tokens = config.segment_pair * config.block_chunk
         segment = backend.Launch(
             _scan_segment_kernel,
             npairs * nparts * segment_tile_programs + ngrams,
@@ -369,13 +378,17 @@ def _plan(
             ),
             (
                 headdim, dstate, nvectors, config.block_chunk, config.segment_headdim, config.segment_dstate,
-                block_dstate, config.segment_pair, compensated, unit, wide, use_tma, _DOT[dot], precision,
+                block_dstate, config.segment_pair, compensated, unit, wide, _DOT[dot], precision,
                 config.segment.num_stages, early,
             ),
             config.segment,
             early=early,
+            tiles=(
+                _tiles(x, tokens, config.segment_headdim) if use_tma else None,
+                _tiles(B, tokens, config.segment_dstate) if use_tma else None,
+            ),
         )  # fmt: skip
-        launches.append((segment, "x B C seq_idx cu_seqlens vectors exits gram gram_log2 part_states part_decays"))
+        launches.append((segment, "x B C seq_idx cu_seqlens vectors exits gram gram_log2 part_states part_decays x B"))
     D_stride = (*backend.strides(D, 2), 0)[:2]
     initial_stride = backend.strides(initial_states, 4)
     sizes = (seqlen, nheads, ngroups, nslots_row, nsegments, nparts_segment, nparts)
@@ -388,7 +401,7 @@ def _plan(
     gram_dtype = torch.float16 if hopper else torch.float32
     hopper_programs = first_unit + nunits * nsegments
     if hopper:
-        from tilegym_mamba2.ops.mamba_chunk_scan._triton_hopper import _scan_hopper_kernel, row_tiles, token_tiles
+        from tilegym_mamba2.ops.mamba_chunk_scan._triton_hopper import TOKENS, _scan_hopper_kernel, row_tiles
 
         columns_state = max(block_dstate, config.block_headdim)
         output = backend.Launch(
@@ -399,14 +412,14 @@ def _plan(
             config.output._replace(num_stages=1),
             early=early,
             tiles=(
-                token_tiles(x, config.block_headdim),
-                None if z is None else token_tiles(z, config.block_headdim),
-                token_tiles(B, columns_state),
-                token_tiles(C, columns_state),
+                _tiles(x, config.block_chunk, config.block_headdim, TOKENS),
+                None if z is None else _tiles(z, config.block_chunk, config.block_headdim, TOKENS),
+                _tiles(B, config.block_chunk, columns_state, TOKENS),
+                _tiles(C, config.block_chunk, columns_state, TOKENS),
                 row_tiles(gram_dtype, nslots * ngroups * config.block_chunk, config.block_chunk, config.block_chunk),
                 row_tiles(torch.float32, nslots * ngroups, config.block_chunk, 1),
                 row_tiles(torch.float32, nslots * nheads, nvectors * config.block_chunk, 1),
-                None if packed else token_tiles((x[0], contiguous(x[0]), dot), config.block_headdim),
+                None if packed else _tiles(out, config.block_chunk, config.block_headdim, TOKENS),
             ),
         )  # fmt: skip
         launches.append(
@@ -434,13 +447,18 @@ def _plan(
             (*sizes, first_pair, max(npairs, 1), *steps),
             (
                 headdim, dstate, split_sum, compensated, nvectors, config.block_chunk, config.block_headdim,
-                block_dstate, unit, z_unit, wide, use_tma, _DOT[dot], precision, config.output.num_stages,
-                early,
+                block_dstate, unit, z_unit, wide, _DOT[dot], precision, config.output.num_stages, early,
             ),
             config.output,
             early=early,
+            tiles=(
+                _tiles(x, config.block_chunk, config.block_headdim) if use_tma else None,
+                _tiles(B, config.block_chunk, block_dstate) if use_tma else None,
+                _tiles(C, config.block_chunk, block_dstate) if use_tma else None,
+                _tiles(out, config.block_chunk, config.block_headdim) if use_tma and not packed else None,
+            ),
         )  # fmt: skip
-        launches.append((output, f"{inputs} {made}"))
+        launches.append((output, f"{inputs} {made} x B C out"))
     return backend.Launches(
         "x dt A B C D z dt_bias initial_states seq_idx cu_seqlens",
         tuple(launches),
