@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Whether every backend is right on this GPU: bench/h200_check.sh FOLDER
 # The conformance table, the cases that need a GPU, and compute-sanitizer's memcheck of a small run of each op.
-set -u
+set -uo pipefail
 folder=$1 python=${PYTHON:-python3} limit=${LIMIT:-1200}
 mkdir -p "$folder"
 memcheck() { # NAME COMMAND...
@@ -22,4 +22,5 @@ timeout --signal INT "$limit" "$python" -m pytest -q -p no:cacheprovider -W defa
     --junit-xml="$folder/check.xml" tests/test_conformance.py tests/test_field_cases.py tests/test_gpu.py "${@:2}" \
     >"$folder/check.log" 2>&1
 wait
-"$python" bench/check_table.py "$folder/check.xml" "$folder"/memcheck-*.txt "$folder/control.txt" | tee "$folder/check.txt"
+"$python" bench/about.py bench/h200_check.sh FOLDER "${@:2}" | tee "$folder/check.txt"
+"$python" bench/check_table.py "$folder/check.xml" "$folder"/memcheck-*.txt "$folder/control.txt" | tee -a "$folder/check.txt"

@@ -1160,9 +1160,21 @@ def test_h200_sh_runs_other_scripts(tmp_path, part, seconds, called):
     command = [ROOT / "bench/h200.sh", tmp_path / "out", part]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 5
-    assert done.stdout.startswith(called.format(out=tmp_path / "out"))
+    lines = done.stdout.splitlines()
     if part == "pytest":
         assert (tmp_path / "out/pytest.txt").read_text() == done.stdout
+        assert lines.pop(0) == "bench/about.py bench/h200.sh FOLDER pytest"
+    assert len(lines) == 1
+    assert lines[0].startswith(called.format(out=tmp_path / "out"))
+
+
+def test_about_says_what_a_reader_needs_to_do_it_again():
+    command = [sys.executable, "bench/about.py", "bench/h200_check.sh", "FOLDER", "a b"]
+    environment = {**os.environ, "GIT_COMMIT": "abc"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    (line,) = done.stdout.splitlines()
+    assert line.endswith("; revision abc; command: bench/h200_check.sh FOLDER 'a b'")
+    assert f"torch {torch.__version__}" in line
 
 
 def test_h200_sh_measures_first_calls_and_what_counts_first():

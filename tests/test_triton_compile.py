@@ -212,7 +212,7 @@ def test_every_kernel_compiles(target: str, tmp_path: Path) -> None:
     if target == "sm_90":
         assert not [kernel for kernel in products if kernel["kernel"] in TUNED and not kernel["wgmma"]]
         tuned = [kernel for kernel in products if kernel["kernel"] in TUNED and kernel["call"] in TUNED_CALLS]
-        assert not [kernel for kernel in tuned if kernel["spills"] is None or kernel["spills"] > 2]
+        assert not [kernel for kernel in tuned if kernel["spills"] is None or kernel["spills"] > 5]
 
 
 if __name__ == "__main__":

@@ -299,11 +299,16 @@ def _in_document(table: Table) -> str:
     return f"\n{table.markdown()}\n" if table.rows else NONE
 
 
+def machine_and_versions(about: Mapping[str, Any]) -> str:
+    """The machine, date and versions in `Results.about`, in a line."""
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
+    return f"{about['machine']}, {about['date']}; {versions}"
+
+
 def _run(results: Results) -> str:
     about, limits = results.about, results.limits
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     return (
-        f"{about['machine']}, {about['date']}; {versions}. Copy bandwidth {limits.bytes_per_second / 1e12:.2f} TB/s, "
+        f"{machine_and_versions(about)}. Copy bandwidth {limits.bytes_per_second / 1e12:.2f} TB/s, "
         f"matrix rate {limits.flops_per_second / 1e12:.0f} TFLOP/s. Command: `{about['command']}`."
     )
 

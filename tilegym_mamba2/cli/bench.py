@@ -110,7 +110,9 @@ class _Run:
     ) -> bool:
         """Measures what there is no record of; false if the device was lost."""
         progress.start("copy bandwidth and matrix rate")
-        self.found = found = earlier or results.Results(_about(self._device), measure_limits(self._device))
+        self.found = found = earlier or results.Results(
+            about(self._device, ["tilegym-mamba2", *sys.argv[1:]]), measure_limits(self._device)
+        )
         progress.done()
         there = {(record.workload.name, record.implementation) for record in found.records}
         missing = [one for one in chosen if any((one.name, each.name) not in there for each in self._compared)]
@@ -190,14 +192,14 @@ def _workloads(names: Sequence[str], sweeps: Sequence[str]) -> list[Workload]:
     return list(dict.fromkeys(chosen)) or [workloads.HEADLINE]
 
 
-def _about(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to do it again."""
+def about(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
+    """What a reader needs to do it again: the command, and on what it ran."""
     named = versions()
     for package, distribution in _PEER_DISTRIBUTIONS.items():
         named[package] = peers.version_of(package, distribution)
     gpus = devices()
     return {
-        "command": shlex.join(["tilegym-mamba2", *sys.argv[1:]]),
+        "command": shlex.join(command),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "revision": _revision(),
         "machine": gpus[device.index or 0]["name"] if device.type == "cuda" else f"CPU, {platform.machine()}",
