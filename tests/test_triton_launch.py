@@ -82,7 +82,13 @@ TENSOR_MAPS = {"tensordesc_meta": [
 def test_tensor_maps_are_those_that_triton_makes(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """A pointer, a tensor map, none, another, a number: what is launched is what Triton launches of descriptors."""
     gluon = pytest.importorskip("triton.experimental.gluon.language", reason="this Triton has no Gluon of this kind")
-    encode = {name: lambda *values: ("map", *values) for name in ("fill_tma_descriptor", "fill_tma_descriptor_tiled")}
+    encoded: list[int] = []
+
+    def fill(pointer: int, *values: Any) -> tuple[Any, ...]:
+        encoded.append(pointer)
+        return "map", pointer, *values
+
+    encode = dict.fromkeys(("fill_tma_descriptor", "fill_tma_descriptor_tiled"), fill)
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=SimpleNamespace(**encode)))
     if version != "known":
         monkeypatch.setattr(triton, "__version__", version)
@@ -107,6 +113,13 @@ def test_tensor_maps_are_those_that_triton_makes(monkeypatch: pytest.MonkeyPatch
     ours, theirs = ([list(one) if isinstance(one, tuple) else one for one in launched] for launched in kernel.launched)
     assert ours == theirs
     assert [repr(kernel.launched[0]).count(f"('map', {pointer}, ") for pointer in (32, 48)] == [1, 1]
+    encoded.clear()
+    for pointer in (32, 64):  # the same memory again, and other memory
+        enqueue(11, None, [16, pointer, None, 48])
+    again, other = kernel.launched[2:]
+    assert again == kernel.launched[0]
+    assert repr(other) == repr(again).replace("('map', 32, ", "('map', 64, ")
+    assert encoded == ([64] if version == "known" and known() else [32, 48, 64, 48])
 
 
 def test_an_unknown_triton_is_asked_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:

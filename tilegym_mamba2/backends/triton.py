@@ -45,6 +45,8 @@ _Candidate = TypeVar("_Candidate")
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
+_MAPS_KEPT = 128  # of each tensor of a launch; more than a model has layers
+
 
 class Options(NamedTuple):
     """What the compiler is told about a kernel besides its source."""
@@ -381,7 +383,8 @@ def _descriptor(tiles: Tiles, base: Any) -> Any:
 def _encoder(kernel: Any, tiles: tuple[Tiles | None, ...]) -> Callable[[Any], Any]:
     """A function that makes a compiled kernel's operands of pointers: tensor maps of the last, as Triton passes them.
 
-    Triton makes them too, in several times the time.
+    Triton makes them too, in several times the time, and at every launch. A map depends on the pointer alone, and an
+    allocator gives the same memory again and again, so that those of the last pointers are kept.
     """
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.runtime import driver
@@ -390,20 +393,20 @@ def _encoder(kernel: Any, tiles: tuple[Tiles | None, ...]) -> Callable[[Any], An
     utils = active.utils
     encode = getattr(utils, "fill_tma_descriptor", None) or utils.fill_tma_descriptor_tiled
     metadata = iter(kernel.metadata.tensordesc_meta)
-    how: list[tuple[Any, ...] | None] = []
-    for one in tiles:
-        if one is None:
-            how.append(None)
-            continue
+
+    def encoder(one: Tiles) -> Callable[[int], Any]:
         made = next(metadata)
         element = made["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[made["elem_type"]]
-        how.append((made["swizzle"], *element, list(made["block_size"]), list(one.shape), list(one.strides), 0))
+        how = (made["swizzle"], *element, list(made["block_size"]), list(one.shape), list(one.strides), 0)
+        return functools.lru_cache(_MAPS_KEPT)(lambda pointer: encode(pointer, *how))
+
+    encoders = [None if one is None else encoder(one) for one in tiles]
     sizes = [() if one is None else (*one.shape, *one.strides) for one in tiles]
 
     def operands(pointers: Any) -> Any:
         values = list(pointers[: -len(tiles)])
-        for pointer, encoding, more in zip(pointers[-len(tiles) :], how, sizes, strict=True):
-            values.append(None if encoding is None else encode(pointer, *encoding))
+        for pointer, map_of, more in zip(pointers[-len(tiles) :], encoders, sizes, strict=True):
+            values.append(None if map_of is None else map_of(pointer))
             values += more
         return values
 
