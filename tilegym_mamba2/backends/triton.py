@@ -45,7 +45,7 @@ _Candidate = TypeVar("_Candidate")
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
-_MAPS_KEPT = 128  # of each tensor of a launch; more than a model has layers
+_MAPS_KEPT = 64  # of each tensor of a launch: what most models have layers
 
 
 class Options(NamedTuple):
@@ -132,7 +132,8 @@ class Launch(_Runnable):
         options: of the compiler.
         early: whether `Launches` may start it while those before it still run: every program of the kernel calls
             `wait_for_previous` before it touches what they read or write.
-        tiles: how the kernel reads the last of its tensors, those that it gets no pointers to; None is a constant.
+        tiles: how the kernel reads or writes the last of its tensors, which may be among the pointers too; None is a
+            constant.
     """
 
     __slots__ = ("_arguments", "_early", "_kernel", "_key", "_options", "_ready", "_tiles", "programs")

@@ -29,7 +29,7 @@ def segment_first(segment, nsegments, nslots, skew):
 def slots_of_sequence(cu_seqlens_ptr, sequence, seqlen, nslots_row, BLOCK_CHUNK: tl.constexpr, PACKED: tl.constexpr):
     """A sequence's batch row, first token in it, length, first slot and number of slots.
 
-    Slots of all heads fit an int32: the vectors of 2**31 would fill a terabyte.
+    Slots of all heads fit an int32: the vectors of 2**31 would fill half a terabyte.
     """
     if PACKED:
         begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
@@ -73,8 +73,8 @@ def load_tile(
 ):
     """(BLOCK_TOKENS, BLOCK_COLUMNS) elements from token `first` on, 0 beyond NCOLUMNS and `stop`.
 
-    By TMA those beyond the `stop` of a packed sequence are of the next one: their weights are 0, which a careful walk
-    heeds.
+    By TMA those beyond the `stop` of a packed sequence are of the next one: their weights are 0, which the careful walk
+    heeds if they are not finite.
     """
     if USE_TMA:
         tiles, row, head, begin = source

@@ -190,6 +190,8 @@ def _walk(
             y += tl.trans(x).to(tl.float32) * D[:, None]
         if tl.float16 == DOT:
             bits = y.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+            # What follows a packed sequence in its last tile is none of its business.
+            bits = tl.where((first + position < length)[None, :], bits, 0)
             peak = tl.maximum(peak, tl.max(bits, axis=1))
         y = tl.trans(y)  # (chunk, headdim)
         tokens = (first + position).to(tl.int64)

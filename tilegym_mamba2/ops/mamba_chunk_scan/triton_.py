@@ -203,7 +203,9 @@ def _tiles(tensor: Any, tokens: int, columns: int, shared: Any = None) -> backen
     """Tiles of some tokens and columns, of the layout of a (batch, seqlen, nheads or ngroups, columns)."""
     (batch, seqlen, nheads, width), (stride_batch, stride_token, stride_head, stride), dtype = tensor
     shape, strides = (batch, nheads, seqlen, width), (stride_batch, stride_head, stride_token, stride)
-    return backend.Tiles(dtype, shape, strides, (1, 1, tokens, columns), shared)
+    # That of an axis of one element means nothing, and may be more than a tensor map can hold.
+    meant = [step if size > 1 else width for size, step in zip(shape[:3], strides[:3], strict=True)]
+    return backend.Tiles(dtype, shape, (*meant, stride), (1, 1, tokens, columns), shared)
 
 
 def _block(size: int) -> int:
