@@ -1,4 +1,4 @@
-"""Prints on what machine, when and at which revision a command is run: python bench/about.py COMMAND..."""
+"""Prints on what machine, when and at which revision a command is run: python -m bench.about COMMAND..."""
 
 import sys
 

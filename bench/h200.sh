@@ -35,7 +35,7 @@ case $part in
         stages="(headline-128 or batch16) and not mamba_ssm"
         forward="chunk_scan and latency-256 and not (mamba_ssm or tilegym or compile)"
         select=${SELECT:-"$stages or $forward"}
-        PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} "$python" bench/about.py bench/h200.sh FOLDER pytest >"$folder/pytest.txt"
+        "$python" -m bench.about bench/h200.sh FOLDER pytest >"$folder/pytest.txt"
         # Interrupted, pytest still reports what it has done.
         timeout --signal INT $((limit < 120 ? limit : 120)) "$python" -m pytest bench -q -rs -p no:cacheprovider -W default -k "$select" \
             --benchmark-columns=min,median,max,rounds --benchmark-sort=fullname >>"$folder/pytest.txt" 2>&1

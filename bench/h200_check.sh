@@ -22,5 +22,5 @@ timeout --signal INT "$limit" "$python" -m pytest -q -p no:cacheprovider -W defa
     --junit-xml="$folder/check.xml" tests/test_conformance.py tests/test_field_cases.py tests/test_gpu.py "${@:2}" \
     >"$folder/check.log" 2>&1
 wait
-PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} "$python" bench/about.py bench/h200_check.sh FOLDER "${@:2}" | tee "$folder/check.txt"
+"$python" -m bench.about bench/h200_check.sh FOLDER "${@:2}" | tee "$folder/check.txt"
 "$python" bench/check_table.py "$folder/check.xml" "$folder"/memcheck-*.txt "$folder/control.txt" | tee -a "$folder/check.txt"

@@ -1,6 +1,7 @@
 """Which backends the tests run on, and what a missing one means."""
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -45,6 +46,21 @@ def missing(config: pytest.Config, name: str, op: str | None = None) -> None:
         reason = f"it has no {op} yet"
     if reason != "available":
         (pytest.fail if name in required_backends(config) else pytest.skip)(f"backend {name}: {reason}")
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """A function that has Triton's fused forward planned as if a Hopper of so many multiprocessors had the tensors."""
+    from tilegym_mamba2.backends import triton
+    from tilegym_mamba2.ops.mamba_chunk_scan import triton_
+
+    def use(multiprocessors: int) -> None:
+        info = triton.DeviceInfo("cuda:90", multiprocessors, 232448)
+        monkeypatch.setattr(triton, "device_info", lambda device: info)
+        triton_._plan.cache_clear()
+
+    yield use
+    triton_._plan.cache_clear()
 
 
 @pytest.fixture

@@ -1163,13 +1163,13 @@ def test_h200_sh_runs_other_scripts(tmp_path, part, seconds, called):
     lines = done.stdout.splitlines()
     if part == "pytest":
         assert (tmp_path / "out/pytest.txt").read_text() == done.stdout
-        assert lines.pop(0) == "bench/about.py bench/h200.sh FOLDER pytest"
+        assert lines.pop(0) == "-m bench.about bench/h200.sh FOLDER pytest"
     assert len(lines) == 1
     assert lines[0].startswith(called.format(out=tmp_path / "out"))
 
 
 def test_about_says_what_a_reader_needs_to_do_it_again():
-    command = [sys.executable, "bench/about.py", "bench/h200_check.sh", "FOLDER", "a b"]
+    command = [sys.executable, "-m", "bench.about", "bench/h200_check.sh", "FOLDER", "a b"]
     environment = {**os.environ, "GIT_COMMIT": "abc"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
     (line,) = done.stdout.splitlines()

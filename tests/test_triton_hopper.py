@@ -51,19 +51,16 @@ class Flags:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+def hopper(monkeypatch: pytest.MonkeyPatch, as_on_hopper: Any) -> Any:
     """CPU tensors are planned for as if a small Hopper had them."""
 
     def use(multiprocessors: int, only: tuple[int, int] | None = None) -> Flags:
-        info = backend.DeviceInfo("cuda:90", multiprocessors, 232448)
         flags = Flags(only)
-        monkeypatch.setattr(backend, "device_info", lambda device: info)
         monkeypatch.setattr(_triton_hopper, "_scan_hopper_kernel", flags)
-        implementation._plan.cache_clear()
+        as_on_hopper(multiprocessors)
         return flags
 
-    yield use
-    implementation._plan.cache_clear()
+    return use
 
 
 def scan(inputs: dict[str, Any], **changes: Any) -> Any:

@@ -19,7 +19,6 @@ if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
     pytest.skip("this Triton's interpreter takes strides of 16 elements alone for tiles", allow_module_level=True)
 
 from tilegym_mamba2.backends import triton as backend  # noqa: E402
-from tilegym_mamba2.ops.mamba_chunk_scan import triton_ as implementation  # noqa: E402
 
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (4, {"batch": 2, "seqlen": 101, "nheads": 4, "ngroups": 2, "z": True}),
@@ -33,7 +32,7 @@ DTYPES = (torch.float16, torch.float32)
 
 
 @pytest.fixture
-def described(monkeypatch: pytest.MonkeyPatch) -> Any:
+def described(monkeypatch: pytest.MonkeyPatch, as_on_hopper: Any) -> Any:
     """A function that gives CPU tensors to a GPU of so many multiprocessors; returns the shapes that tiles are of."""
     shapes: list[tuple[int, ...]] = []
     describe = backend._descriptor
@@ -44,17 +43,14 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Any:
         return describe(tiles, base)
 
     def use(multiprocessors: int) -> list[tuple[int, ...]]:
-        info = backend.DeviceInfo("cuda:90", multiprocessors, 232448)
-        monkeypatch.setattr(backend, "device_info", lambda device: info)
-        monkeypatch.setattr(backend, "_descriptor", spy)
-        implementation._plan.cache_clear()
+        as_on_hopper(multiprocessors)
         return shapes
 
+    monkeypatch.setattr(backend, "_descriptor", spy)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # TF32 products, which take tiles
     yield use
     torch.set_float32_matmul_precision(precision)
-    implementation._plan.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ _Candidate = TypeVar("_Candidate")
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
-_MAPS_KEPT = 64  # of each tensor of a launch: what most models have layers
+_MAPS_KEPT = 64  # of each tensor of a launch: most models have no more layers
 
 
 class Options(NamedTuple):
@@ -212,10 +212,7 @@ class Launch(_Runnable):
 
     def _operands(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """What stands for the tensors, or their dtypes, when the kernel is compiled."""
-        if not self._tiles:
-            return tensors
-        first = len(tensors) - len(self._tiles)
-        return (*tensors[:first], *[None if one is None else _descriptor(one, _Base(one.dtype)) for one in self._tiles])
+        return _described(tensors, self._tiles, lambda one, _: _Base(one.dtype, 0))
 
     def is_compiled(self, tensors: tuple[Any, ...], alignment: Any, index: int) -> bool:
         """Whether `prepared` with these arguments has no kernel to compile."""
@@ -363,7 +360,7 @@ class _Base(NamedTuple):
     """What Triton asks of the tensor that a descriptor is for."""
 
     dtype: torch.dtype
-    pointer: int = 0
+    pointer: int
 
     def data_ptr(self) -> int:
         return self.pointer
@@ -379,6 +376,20 @@ def _descriptor(tiles: Tiles, base: Any) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
     return GluonDescriptor(*arguments, tiles.layout)
+
+
+def _described(
+    operands: Sequence[Any], tiles: tuple[Tiles | None, ...], base: Callable[[Tiles, Any], Any]
+) -> tuple[Any, ...]:
+    """The operands, with descriptors for the last, of what `base` makes of each."""
+    first = len(operands) - len(tiles)
+    return (
+        *operands[:first],
+        *[
+            None if one is None else _descriptor(one, base(one, operand))
+            for one, operand in zip(tiles, operands[first:], strict=True)
+        ],
+    )
 
 
 def _encoder(kernel: Any, tiles: tuple[Tiles | None, ...]) -> Callable[[Any], Any]:
@@ -440,14 +451,8 @@ def _enqueue(
 
         def generic(stream: int, scratch: int | None, pointers: Any) -> None:
             triton.set_allocator(_allocate)
-            first = len(pointers) - len(tiles)
-            described = [
-                None if one is None else _descriptor(one, _Base(one.dtype, pointer))
-                for one, pointer in zip(tiles, pointers[first:], strict=True)
-            ]
-            run(
-                programs, 1, 1, stream, function, metadata, None, None, None, *pointers[:first], *described, *arguments
-            )  # fmt: skip
+            operands = _described(pointers, tiles, lambda one, pointer: _Base(one.dtype, pointer))
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *operands, *arguments)
 
         return generic, 0
 
@@ -510,14 +515,11 @@ def _interpret(
             wide = memory.float()
             operands[index] = wide.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             narrow.append((memory, wide, wide.clone()))
-    first = len(operands) - len(tiles)
-    for index, one in enumerate(tiles, first):
-        if one is None:
-            operands[index] = None
-        elif one.layout is None:  # there is no interpreter of Gluon
-            operands[index] = _descriptor(one, operands[index])
+    # There is no shared memory, so that no layout in it holds.
+    plain = tuple([None if one is None else one._replace(layout=None) for one in tiles])
+    described = _described(operands, plain, lambda _, tensor: tensor)
     with np.errstate(all="ignore"):
-        kernel[(programs,)](*operands, *arguments)
+        kernel[(programs,)](*described, *arguments)
     for memory, wide, before in narrow:
         changed = wide.view(torch.int32) != before.view(torch.int32)
         memory[changed] = wide[changed].bfloat16()

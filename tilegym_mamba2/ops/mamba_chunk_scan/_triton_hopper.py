@@ -22,14 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilegym_mamba2.backends.triton import Tiles
 
-BLOCK_CHUNK = 64
-BLOCK_HEADDIM = 64
-ITEMS = 2
 TOKENS = gl.NVMMASharedLayout(128, 16, 4)
 
-_CHUNK = gl.constexpr(BLOCK_CHUNK)
-_HEADDIM = gl.constexpr(BLOCK_HEADDIM)
-_ITEMS = gl.constexpr(ITEMS)
+_CHUNK = gl.constexpr(64)
+_HEADDIM = gl.constexpr(64)
+_ITEMS = gl.constexpr(2)
 _VECTORS = gl.constexpr(4)
 # The vectors of a block, in the order in which they are stored.
 _SUM_LOG2 = gl.constexpr(0)

@@ -385,10 +385,9 @@ def _plan(
             ),
             config.segment,
             early=early,
-            tiles=(
-                _tiles(x, tokens, config.segment_headdim) if use_tma else None,
-                _tiles(B, tokens, config.segment_dstate) if use_tma else None,
-            ),
+            tiles=(_tiles(x, tokens, config.segment_headdim), _tiles(B, tokens, config.segment_dstate))
+            if use_tma
+            else (None,) * 2,
         )  # fmt: skip
         launches.append((segment, "x B C seq_idx cu_seqlens vectors exits gram gram_log2 part_states part_decays x B"))
     D_stride = (*backend.strides(D, 2), 0)[:2]
@@ -454,11 +453,13 @@ def _plan(
             config.output,
             early=early,
             tiles=(
-                _tiles(x, config.block_chunk, config.block_headdim) if use_tma else None,
-                _tiles(B, config.block_chunk, block_dstate) if use_tma else None,
-                _tiles(C, config.block_chunk, block_dstate) if use_tma else None,
-                _tiles(out, config.block_chunk, config.block_headdim) if use_tma and not packed else None,
-            ),
+                _tiles(x, config.block_chunk, config.block_headdim),
+                _tiles(B, config.block_chunk, block_dstate),
+                _tiles(C, config.block_chunk, block_dstate),
+                None if packed else _tiles(out, config.block_chunk, config.block_headdim),
+            )
+            if use_tma
+            else (None,) * 4,
         )  # fmt: skip
         launches.append((output, f"{inputs} {made} x B C out"))
     return backend.Launches(
