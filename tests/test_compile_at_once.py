@@ -1,6 +1,7 @@
 """Kernels are prepared at once: each in a thread of its own, on the call's device, and failures are told."""
 
 import gc
+import importlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import DEVICE
+from tilegym_mamba2 import registry
 from tilegym_mamba2.backends import _compile
 
 device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
@@ -89,7 +91,7 @@ def test_no_garbage_is_collected_meanwhile(enabled: bool) -> None:
     """And as before afterwards, even if the compiler raises."""
     meanwhile: list[bool] = []
 
-    @_compile.no_collection()
+    @registry.no_collection()
     def compiler() -> None:
         meanwhile.append(gc.isenabled())
         raise ValueError("of the compiler")
@@ -103,3 +105,18 @@ def test_no_garbage_is_collected_meanwhile(enabled: bool) -> None:
     finally:
         (gc.enable if before else gc.disable)()
     assert meanwhile == [False]
+
+
+def test_nor_while_a_kernels_language_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module = importlib.import_module
+    imported: dict[str, bool] = {}
+
+    def watched(name: str) -> object:
+        imported[name] = gc.isenabled()
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", watched)
+    monkeypatch.setattr(registry, "_looked_for", set[tuple[str, str]]())
+    assert registry.has_implementation("chunk_cumsum", "torch-reference")
+    assert imported["tilegym_mamba2.ops.chunk_cumsum.reference"] is False
+    assert gc.isenabled()

@@ -11,6 +11,7 @@ choice looks for another backend when one can't do the call; a backend that was 
 """
 
 import difflib
+import gc
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -257,7 +258,8 @@ def _find(op: str, backend: Backend) -> Implementation | None:
         with _loading:
             built_in = _built_in(op, backend.name)
             if built_in is not None:
-                importlib.import_module(built_in.name)
+                with no_collection():  # a kernel's language has many modules
+                    importlib.import_module(built_in.name)
             _looked_for.add(key)
     return _implementations.get(key) or _composed(op, backend)
 
@@ -265,6 +267,18 @@ def _find(op: str, backend: Backend) -> Implementation | None:
 def _built_in(op: str, backend: str) -> importlib.machinery.ModuleSpec | None:
     module = _backends[backend][0].module if backend in _backends else None
     return None if module is None else importlib.util.find_spec(f"{_PACKAGE}.ops.{op}.{module}")
+
+
+@contextmanager
+def no_collection() -> Generator[None]:
+    """Collects no garbage: a compiler's many objects have all objects, torch's too, looked at again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _composed(op: str, backend: Backend) -> Implementation | None:

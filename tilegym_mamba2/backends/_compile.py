@@ -1,23 +1,10 @@
 """Preparing kernels quickly, for the first call of a process."""
 
 import contextlib
-import gc
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-
-@contextlib.contextmanager
-def no_collection() -> Generator[None]:
-    """Collects no garbage: a compiler's many objects have all objects, torch's too, looked at again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def at_once(tasks: Sequence[Callable[[], object]], device: torch.device) -> None:

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from tilegym_mamba2 import tuning
-from tilegym_mamba2.backends._compile import no_collection
 from tilegym_mamba2.backends._memory import contiguous, empty_on
-from tilegym_mamba2.registry import Backend, register_backend
+from tilegym_mamba2.registry import Backend, no_collection, register_backend
 
 if TYPE_CHECKING:
     import cuda.tile as ct

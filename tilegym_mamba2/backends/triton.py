@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tilegym_mamba2 import tuning
-from tilegym_mamba2.backends._compile import at_once, no_collection
+from tilegym_mamba2.backends._compile import at_once
 from tilegym_mamba2.backends._memory import contiguous, empty_on
-from tilegym_mamba2.registry import Backend, register_backend
+from tilegym_mamba2.registry import Backend, no_collection, register_backend
 
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
 
