@@ -1,5 +1,6 @@
 """Workloads, timing, records, comparison, pictures, and that documents hold no figure that is not in a result file."""
 
+import gc
 import importlib
 import json
 import os
@@ -211,9 +212,11 @@ class FakeGpu:
     def call_of(self, index: int) -> timing.Call:
         def call() -> int:
             if self.captured is None:
+                assert gc.isenabled()
                 self.eager.append(index)
                 self.milliseconds += 0.1 * (1 + index)
             else:
+                assert not gc.isenabled()  # garbage may do on its way what ends a capture
                 self.captured.append(index)
             return index
 

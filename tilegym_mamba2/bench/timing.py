@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tilegym_mamba2.registry import no_collection
+
 Call = Callable[[], Any]
 
 _SHORT = 2e-3
@@ -66,7 +68,9 @@ class Stopwatch:
             self._replay, self.method = replay, "device time of eager calls"
         else:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # What is collected may call the driver, which can end a capture: kernels of cuTile, of which a search
+            # leaves many, unload themselves.
+            with no_collection(), torch.cuda.graph(graph):
                 replay()
             self._replay, self.method = graph.replay, "device time of a CUDA graph"
         self._replay()
